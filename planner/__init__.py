@@ -1,0 +1,76 @@
+"""Decisions: cost model, recompute planner, scheduler policy. Pure; no torch, Ray or Redis."""
+
+from planner.clock import Clock, MonotonicClock
+from planner.cost_model import CostModel, PrefillShape, Work, fit_cost_model, prefill_work
+from planner.policies import ADAPTIVE, CUSTOM, FULL_PREFILL, STATIC_POLICIES, policy_names
+from planner.recompute_planner import (
+    BudgetBand,
+    PlanInput,
+    RecomputePlanner,
+    SlackPlanner,
+    SlackPlannerConfig,
+)
+from planner.scheduler import (
+    BatchDecision,
+    FcfsConfig,
+    FcfsScheduler,
+    QueueFullError,
+    ReplicaState,
+    SloScheduler,
+    request_shape,
+)
+from planner.types import (
+    BatchPlan,
+    ChunkRef,
+    EngineInfo,
+    EngineLoad,
+    PrefillResult,
+    PrefillTimings,
+    RagRequest,
+    RecomputeConfig,
+    RequestPlan,
+    RequestProfile,
+    SamplingOptions,
+    Signal,
+    Ticket,
+)
+
+__all__ = [
+    "ADAPTIVE",
+    "CUSTOM",
+    "FULL_PREFILL",
+    "STATIC_POLICIES",
+    "BatchDecision",
+    "BatchPlan",
+    "BudgetBand",
+    "ChunkRef",
+    "Clock",
+    "CostModel",
+    "EngineInfo",
+    "EngineLoad",
+    "FcfsConfig",
+    "FcfsScheduler",
+    "MonotonicClock",
+    "PlanInput",
+    "PrefillResult",
+    "PrefillShape",
+    "PrefillTimings",
+    "QueueFullError",
+    "RagRequest",
+    "RecomputeConfig",
+    "RecomputePlanner",
+    "ReplicaState",
+    "RequestPlan",
+    "RequestProfile",
+    "SamplingOptions",
+    "Signal",
+    "SlackPlanner",
+    "SlackPlannerConfig",
+    "SloScheduler",
+    "Ticket",
+    "Work",
+    "fit_cost_model",
+    "policy_names",
+    "prefill_work",
+    "request_shape",
+]

@@ -1,0 +1,123 @@
+"""How much to recompute: from the time that is left to a coverage for each request of a batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from planner.cost_model import CostModel, PrefillShape, prefill_work
+from planner.policies import ADAPTIVE
+from planner.types import BatchPlan, RecomputeConfig, RequestPlan, Signal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetBand:
+    """The coverages between which planning makes sense."""
+
+    floor: float = 0.05  # coverage below which planning cannot help
+    saturation: float = 0.50  # coverage past which budget is wasted
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.floor < self.saturation <= 1.0:
+            raise ValueError(f"need 0 <= floor < saturation <= 1, got {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInput:
+    """One request of a batch as the planner sees it; `config` is None for adaptive requests."""
+
+    shape: PrefillShape
+    policy: str = ADAPTIVE
+    config: RecomputeConfig | None = None
+
+
+class RecomputePlanner(Protocol):
+    """Chooses (S, w, p) for a batch and the coverage of each of its requests.
+
+    Pure arithmetic on its arguments. Every request of the batch agrees on (S, w, p): requests with
+    a config of their own come in batches of the same (S, w, p).
+    """
+
+    def plan(
+        self, requests: Sequence[PlanInput], *, budget_ms: float, cost: CostModel
+    ) -> BatchPlan: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlackPlannerConfig:
+    signal: Signal = Signal.KV_DEV
+    warmup_depth: int = 1
+    probe_len: int = 1
+    band: BudgetBand = field(default_factory=BudgetBand)
+
+
+class SlackPlanner:
+    """A fixed (S, w, p); one coverage for the batch, as large as the budget allows.
+
+    The cost is linear in the coverage, so the coverage that meets the budget is a division. Below
+    the floor's cost it runs the floor, above the saturation's it runs the saturation.
+    """
+
+    def __init__(self, config: SlackPlannerConfig) -> None:
+        self._config = config
+
+    def plan(
+        self, requests: Sequence[PlanInput], *, budget_ms: float, cost: CostModel
+    ) -> BatchPlan:
+        if not requests:
+            raise ValueError("a batch needs at least one request")
+        config = next((r.config for r in requests if r.config is not None), None)
+        if config is None:
+            config = RecomputeConfig(
+                signal=self._config.signal,
+                warmup_depth=self._config.warmup_depth,
+                probe_len=self._config.probe_len,
+            )
+        w, p = config.depths(cost.num_layers)
+        shapes = [r.shape for r in requests]
+
+        def batch_ms(adaptive_coverage: float) -> float:
+            coverages = [
+                adaptive_coverage if r.config is None else r.config.coverage for r in requests
+            ]
+            work = prefill_work(
+                shapes,
+                coverages,
+                signal=config.signal,
+                warmup_depth=w,
+                probe_len=p,
+                num_layers=cost.num_layers,
+            )
+            return cost.work_ms(work)
+
+        coverage = self._coverage(batch_ms, budget_ms)
+        expected_ms = batch_ms(coverage)
+        return BatchPlan(
+            requests=tuple(
+                RequestPlan(
+                    policy=r.policy,
+                    signal=config.signal,
+                    warmup_depth=w,
+                    probe_len=p,
+                    coverage=coverage if r.config is None else r.config.coverage,
+                    expected_ms=expected_ms,
+                    budget_ms=budget_ms,
+                )
+                for r in requests
+            ),
+            budget_ms=budget_ms,
+            expected_ms=expected_ms,
+        )
+
+    def _coverage(self, batch_ms: "CostOfCoverage", budget_ms: float) -> float:
+        band = self._config.band
+        low_ms, high_ms = batch_ms(band.floor), batch_ms(band.saturation)
+        if high_ms <= budget_ms or high_ms <= low_ms:
+            return band.saturation
+        if low_ms >= budget_ms:
+            return band.floor
+        share = (budget_ms - low_ms) / (high_ms - low_ms)
+        return band.floor + share * (band.saturation - band.floor)
+
+
+class CostOfCoverage(Protocol):
+    def __call__(self, adaptive_coverage: float, /) -> float: ...

@@ -1,0 +1,187 @@
+"""Which requests run next, on which replica, with what budget.
+
+The policy is pure: the actor around it (cluster/scheduler_actor.py) brings time, replicas and
+their state as arguments, the simulator will do the same.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from planner.cost_model import CostModel, PrefillShape
+from planner.policies import FULL_PREFILL
+from planner.recompute_planner import PlanInput, RecomputePlanner
+from planner.types import BatchPlan, RequestProfile
+
+
+class QueueFullError(Exception):
+    """The queue is at its bound; `retry_after_s` says when trying again makes sense."""
+
+    def __init__(self, num_waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"{num_waiting} requests are waiting, the queue is full")
+        self.num_waiting = num_waiting
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaState:
+    """A replica that could take a batch now."""
+
+    replica_id: str
+    cost: CostModel
+    free_seqs: int
+    free_kv_tokens: int
+    resident: Set[str] = field(default_factory=frozenset)  # chunk ids hot on its node
+    reuse_enabled: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDecision:
+    """A batch for one replica; requests in the order of `plan.requests`."""
+
+    replica_id: str
+    requests: tuple[RequestProfile, ...]
+    queue_ms: tuple[float, ...]
+    plan: BatchPlan
+
+
+class SloScheduler(Protocol):
+    """Holds the waiting requests and forms batches, one for each replica that asks."""
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def submit(self, profile: RequestProfile, *, now_ms: float) -> None:
+        """Queue a request. Raises QueueFullError at the bound, ValueError for a known id."""
+        ...
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a waiting request; False if it was not waiting."""
+        ...
+
+    def next_batch(
+        self, replicas: Sequence[ReplicaState], *, now_ms: float
+    ) -> BatchDecision | None:
+        """Form a batch for one of the replicas that are free, or None if nothing can run."""
+        ...
+
+
+def request_shape(profile: RequestProfile, resident: Set[str]) -> PrefillShape:
+    """Split a request's tokens by what the replica's node has in its store."""
+    cached = sum(c.num_tokens for c in profile.chunks if c.chunk_id in resident)
+    return PrefillShape(num_cached=cached, num_always=profile.num_prompt_tokens - cached)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FcfsConfig:
+    max_batch_requests: int = 8
+    max_batch_tokens: int = 16_384
+    max_waiting: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_requests", "max_batch_tokens", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+
+
+@dataclass(slots=True)
+class _Waiting:
+    profile: RequestProfile
+    since_ms: float
+
+    def slack_ms(self, now_ms: float) -> float:
+        return self.profile.ttft_slo_ms - self.profile.elapsed_ms - (now_ms - self.since_ms)
+
+
+class FcfsScheduler:
+    """First come, first served: the oldest request, and those behind it that can share its batch.
+
+    The batch goes to the free replica on whose node most of the oldest request's tokens are hot.
+    Only the head of the queue decides; requests behind it that do not fit wait for the next batch,
+    so nobody is passed over by a younger request of its own kind.
+    """
+
+    def __init__(self, config: FcfsConfig, planner: RecomputePlanner) -> None:
+        self._config = config
+        self._planner = planner
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, profile: RequestProfile, *, now_ms: float) -> None:
+        if profile.request_id in self._waiting:
+            raise ValueError(f"request {profile.request_id} is already waiting")
+        if len(self._waiting) >= self._config.max_waiting:
+            raise QueueFullError(len(self._waiting), retry_after_s=1.0)
+        self._waiting[profile.request_id] = _Waiting(profile, now_ms)
+
+    def cancel(self, request_id: str) -> bool:
+        return self._waiting.pop(request_id, None) is not None
+
+    def next_batch(
+        self, replicas: Sequence[ReplicaState], *, now_ms: float
+    ) -> BatchDecision | None:
+        if not self._waiting:
+            return None
+        head = next(iter(self._waiting.values())).profile
+        fitting = [r for r in replicas if self._fits(head, r)]
+        if not fitting:
+            return None
+        replica = max(
+            fitting, key=lambda r: (request_shape(head, r.resident).num_cached, r.free_kv_tokens)
+        )
+        members = self._members(head, replica)
+        for waiting in members:
+            del self._waiting[waiting.profile.request_id]
+        inputs = [
+            PlanInput(
+                shape=request_shape(m.profile, replica.resident),
+                policy=m.profile.policy,
+                config=m.profile.config,
+            )
+            for m in members
+        ]
+        budget_ms = min(m.slack_ms(now_ms) for m in members)
+        return BatchDecision(
+            replica_id=replica.replica_id,
+            requests=tuple(m.profile for m in members),
+            queue_ms=tuple(now_ms - m.since_ms for m in members),
+            plan=self._planner.plan(inputs, budget_ms=budget_ms, cost=replica.cost),
+        )
+
+    def _fits(self, profile: RequestProfile, replica: ReplicaState) -> bool:
+        # a replica without any running request takes even what is over its estimate of free blocks:
+        # vLLM itself then decides, so no request waits for ever
+        room = profile.num_prompt_tokens <= replica.free_kv_tokens
+        return replica.free_seqs >= 1 and room
+
+    def _members(self, head: RequestProfile, replica: ReplicaState) -> list[_Waiting]:
+        """The head and the oldest requests behind it with the same (S, w, p), up to the limits."""
+        members: list[_Waiting] = []
+        num_tokens = 0
+        limit = min(self._config.max_batch_requests, replica.free_seqs)
+        max_tokens = min(self._config.max_batch_tokens, replica.free_kv_tokens)
+        for waiting in self._waiting.values():
+            if len(members) == limit:
+                break
+            profile = waiting.profile
+            if _phase_key(profile) != _phase_key(head):
+                continue
+            num_tokens += profile.num_prompt_tokens
+            if members and num_tokens > max_tokens:
+                break
+            members.append(waiting)
+        return members
+
+
+def _phase_key(profile: RequestProfile) -> tuple[object, ...]:
+    """Requests with the same key can share a batch's phases."""
+    if profile.policy == FULL_PREFILL:
+        return (FULL_PREFILL,)
+    if profile.config is None:
+        return ()
+    config = profile.config
+    return (config.signal, config.warmup_depth, config.probe_len)

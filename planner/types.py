@@ -1,0 +1,204 @@
+"""The values that travel through the system, each a frozen dataclass.
+
+`RagRequest → RequestProfile → BatchPlan → Ticket → PrefillResult`: the ingress makes the first two,
+the scheduler the plan and the ticket, the replica the result. They hold plain numbers and strings,
+so that every process can import and pickle them.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Signal(StrEnum):
+    """What ranks context tokens for recomputation."""
+
+    KV_DEV = "kv_dev"  # deviation of the reused from the exact keys and values (CacheBlend)
+    QCI = "qci"  # attention mass from the suffix onto the context (query-context interaction)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeConfig:
+    """One static point (S, w, p, r) of the three-phase prefill.
+
+    `warmup_depth` and `probe_len` are None where they mean "all layers of the model".
+    """
+
+    signal: Signal = Signal.KV_DEV
+    warmup_depth: int | None = 1
+    probe_len: int | None = 1
+    coverage: float = 0.15
+
+    def __post_init__(self) -> None:
+        if self.warmup_depth is not None and self.warmup_depth < 0:
+            raise ValueError(f"warmup_depth must be 0 or more, got {self.warmup_depth}")
+        if self.probe_len is not None and self.probe_len < 0:
+            raise ValueError(f"probe_len must be 0 or more, got {self.probe_len}")
+        if not 0.0 <= self.coverage <= 1.0:
+            raise ValueError(f"coverage must be within 0 and 1, got {self.coverage}")
+
+    def depths(self, num_layers: int) -> tuple[int, int]:
+        """(w, p) for a model of `num_layers`: w <= L and w + p <= L."""
+        w = num_layers if self.warmup_depth is None else min(self.warmup_depth, num_layers)
+        p = num_layers if self.probe_len is None else self.probe_len
+        return w, min(p, num_layers - w)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRef:
+    """A chunk as the scheduler sees it: who it is and how long."""
+
+    chunk_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """Decoding options of one request; vLLM's SamplingParams fields of the same names."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RagRequest:
+    """A tokenised request: the prompt is prefix + chunks + suffix, each tokenised by itself."""
+
+    request_id: str
+    prefix_ids: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    suffix_ids: tuple[int, ...]
+    ttft_slo_ms: float
+    cache_salt: str = ""
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        ids = list(self.prefix_ids)
+        for chunk in self.chunks:
+            ids.extend(chunk)
+        ids.extend(self.suffix_ids)
+        return ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prefix_ids) + sum(map(len, self.chunks)) + len(self.suffix_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestProfile:
+    """What the scheduler needs of a request: lengths, chunk identities, objective, policy."""
+
+    request_id: str
+    num_prefix_tokens: int
+    chunks: tuple[ChunkRef, ...]
+    num_suffix_tokens: int
+    ttft_slo_ms: float
+    elapsed_ms: float = 0.0  # spent since the request arrived over HTTP
+    policy: str = "adaptive"
+    config: RecomputeConfig | None = None  # set by every policy but `adaptive`
+
+    @property
+    def num_context_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_prefix_tokens + self.num_context_tokens + self.num_suffix_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPlan:
+    """What one request is to do; (S, w, p) are those of its batch."""
+
+    policy: str
+    signal: Signal
+    warmup_depth: int
+    probe_len: int
+    coverage: float
+    expected_ms: float
+    budget_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """A planned batch. Per-request plans stand in the order of the batch's requests."""
+
+    requests: tuple[RequestPlan, ...]
+    budget_ms: float
+    expected_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """The scheduler's answer to an admission: where to go, with whom, and what to do there."""
+
+    replica_id: str
+    batch_id: int
+    batch_size: int
+    plan: RequestPlan
+    queue_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTimings:
+    """Where the prefill's time went, in milliseconds of the replica's clock."""
+
+    hold_ms: float = 0.0  # waiting for the other members of the batch and for KV blocks
+    load_ms: float = 0.0  # reading stored KV and rotating it to its position
+    warmup_ms: float = 0.0
+    probe_ms: float = 0.0
+    patch_ms: float = 0.0
+    stall_ms: float = 0.0  # the batch waited between slices while other requests decoded
+    compute_ms: float = 0.0  # from the first layer of the batch to its last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillResult:
+    """What the prefill of one request did. `coverage` is the share of context tokens recomputed."""
+
+    policy: str
+    signal: Signal
+    warmup_depth: int
+    probe_len: int
+    coverage: float
+    num_prompt_tokens: int
+    num_context_tokens: int
+    num_miss_tokens: int
+    num_recomputed_tokens: int
+    cached_tokens: dict[str, int]  # by tier
+    batch_size: int
+    timings: PrefillTimings
+    recovered: bool = False  # stored KV failed in mid-prefill and everything was recomputed
+    full_prefill: bool = False  # the engine's own prefill ran, without reuse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What a replica's engine is, told to the scheduler once it serves."""
+
+    model: str
+    fingerprint: str
+    num_layers: int
+    max_model_len: int
+    kv_capacity_tokens: int
+    max_num_seqs: int
+    tensor_parallel_size: int
+    reuse_refusal: str | None = None  # why chunk reuse is off for this model, if it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """A replica's load at one moment."""
+
+    num_running: int
+    num_waiting: int
+    num_ingest_backlog: int
