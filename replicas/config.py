@@ -1,0 +1,33 @@
+"""Settings that a replica's engine reads."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to run one engine. Construction does no I/O; `VllmEngine.start` does it all."""
+
+    model_dir: str
+    model_name: str = ""  # what clients call it; the folder's name if empty
+    dtype: str = "auto"  # "auto", "bfloat16", "float16", "float32"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None  # the model's own if None
+    max_num_seqs: int = 16
+    kv_cache_memory_bytes: int | None = None  # vLLM's paged KV cache; None: vLLM's default
+    slice_layers: int = 4  # prefill layers a step while other requests decode
+    batch_hold_ms: float = 50.0  # longest wait for the other members of a batch
+    anchor_text: str | None = None  # what chunks are prefilled behind; None: BOS, else EOS
+    host_tier_dir: str = ""  # one folder a node, shared by its replicas; empty: no chunk store
+    host_tier_bytes: int = 1 << 30
+    max_ingest_backlog: int = 1024  # missed chunks remembered for idle time
+    vllm: dict[str, Any] = field(default_factory=dict)  # passed through to vLLM's AsyncEngineArgs
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "max_num_seqs", "slice_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.batch_hold_ms < 0:
+            raise ValueError(f"batch_hold_ms must not be negative, got {self.batch_hold_ms}")
+        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
+            raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, got {self.dtype}")
