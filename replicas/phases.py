@@ -1,0 +1,330 @@
+"""The three-phase prefill: WarmUp, Probe, Patch, over any model, store and cache.
+
+`ThreePhasePrefill.steps` yields after every layer, so that an engine can put its running
+decodes between two layers. It computes the KV of every prompt token but the last one's.
+
+- WarmUp: layers 0..w-1 for all tokens. Their KV is exact.
+- Probe: ranks the context tokens with stored KV, from layer w on (CacheBlend's KV deviation, or the
+  question's attention over the cache as in ProphetKV).
+- Patch: back to layer w; the top-ranked tokens and those without stored KV go through the rest, and
+  their fresh KV overwrites the stored one.
+"""
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from kv_tier.store import ChunkLocation
+from planner.types import Signal
+from replicas.attention import attention_mass, kv_deviation, selected_attention
+from replicas.batch import BatchJob, PackedBatch, merge_rows
+from replicas.model import Hidden, LayerwiseModel, Projection
+from replicas.selection import kept_candidates, selection_size, top_rows
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]  # yields after each layer, returns a T
+
+
+class KvSource(Protocol):
+    """Stored chunk KV, one layer at a time."""
+
+    def load(self, location: ChunkLocation, layer: int) -> tuple[Tensor, Tensor] | None:
+        """K without RoPE and V of this rank's heads, each [num_kv_heads, num_tokens, head_dim].
+
+        None when the value is missing or damaged.
+        """
+        ...
+
+
+class KvSink(Protocol):
+    """Where finished KV goes."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor, rows: Tensor | None = None) -> None:
+        """Rotated K and V of rows (all if None) into the engine's cache.
+
+        k, v: [num_rows, num_kv_heads, head_dim]
+        """
+        ...
+
+    def capture(
+        self, request_idx: int, location: ChunkLocation, layer: int, k: Tensor, v: Tensor
+    ) -> None:
+        """Position-free K and V of a chunk into the store, [num_tokens, num_kv_heads, head_dim]."""
+        ...
+
+
+@dataclass(slots=True)
+class PrefillTrace:
+    """What happened, filled while the phases run."""
+
+    load_s: float = 0.0
+    warmup_s: float = 0.0
+    probe_s: float = 0.0
+    patch_s: float = 0.0
+    num_selected: list[int] = field(default_factory=list)  # by request
+    selected: list[Tensor] = field(default_factory=list)  # rows, by request
+    failed: set[int] = field(default_factory=set)  # requests whose stored KV could not be read
+
+    @property
+    def compute_s(self) -> float:
+        return self.load_s + self.warmup_s + self.probe_s + self.patch_s
+
+
+class ThreePhasePrefill:
+    """One batch on its way through the phases."""
+
+    def __init__(
+        self, model: LayerwiseModel, source: KvSource, sink: KvSink, job: BatchJob
+    ) -> None:
+        if not 0 <= job.warmup_depth <= model.num_layers:
+            raise ValueError(
+                f"warmup_depth {job.warmup_depth} is not within {model.num_layers} layers"
+            )
+        if not 0 <= job.probe_len <= model.num_layers - job.warmup_depth:
+            raise ValueError(
+                f"probe_len {job.probe_len} does not fit behind {job.warmup_depth} of "
+                f"{model.num_layers} layers"
+            )
+        self._model = model
+        self._source = source
+        self._sink = sink
+        self._job = job
+        self.batch = PackedBatch(job, model.device)
+        self.trace = PrefillTrace(
+            num_selected=[0] * self.batch.num_requests,
+            selected=[torch.empty(0, dtype=torch.int64)] * self.batch.num_requests,
+        )
+        # fresh KV from the Probe that Patch keeps: layer -> (rows, rotated K, V)
+        self._fresh: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def steps(self) -> Steps[None]:
+        """Run the phases, yielding after each layer."""
+        hidden = self._model.embed(self.batch.token_ids)
+        for layer in range(self._job.warmup_depth):
+            with self._timed("warmup"):
+                hidden = self._warmup_layer(layer, hidden)
+            yield
+        if self._job.warmup_depth == self._model.num_layers:
+            return
+        selected = yield from self._probe(hidden)
+        yield from self._patch(hidden, selected)
+
+    # ---- WarmUp ----
+
+    def _warmup_layer(self, layer: int, hidden: Hidden) -> Hidden:
+        batch = self.batch
+        projected = self._model.project(layer, hidden)
+        for idx, request in enumerate(batch.jobs):
+            for capture in request.captures:
+                rows = slice(batch.offsets[idx] + capture.start, batch.offsets[idx] + capture.end)
+                self._sink.capture(
+                    idx, capture.location, layer, projected.k[rows], projected.v[rows]
+                )
+        k = self._model.rotate(layer, batch.positions, projected.k)
+        self._sink.write(layer, k, projected.v)
+        if layer == self._model.num_layers - 1:
+            return hidden  # nobody reads what follows the last layer's KV
+        q = self._model.rotate(layer, batch.positions, projected.q)
+        attended = selected_attention(
+            q, k, projected.v, batch.positions, batch.offsets, batch.offsets, self._model.scale
+        )
+        return self._model.finish(layer, projected.residual, attended)
+
+    # ---- Probe ----
+
+    def _probe(self, hidden: Hidden) -> Steps[list[Tensor]]:
+        """The selected rows of each request."""
+        coverages = [request.coverage for request in self.batch.jobs]
+        # a request that recomputes nothing or everything needs no ranking
+        probed = [
+            i
+            for i, r in enumerate(coverages)
+            if self._job.probe_len > 0 and 0.0 < r < 1.0 and len(self.batch.candidates[i]) > 0
+        ]
+        selected: list[Tensor] = []
+        for i, rows in enumerate(self.batch.candidates):
+            count = 0 if i in probed else selection_size(coverages[i], len(rows))
+            selected.append(rows[:count])
+        if probed:
+            if self._job.signal is Signal.KV_DEV:
+                ranked = yield from self._probe_kv_dev(hidden, probed)
+            else:
+                ranked = yield from self._probe_qci(hidden, probed)
+            for i in probed:
+                selected[i] = ranked[i]
+        for i, rows in enumerate(selected):
+            self.trace.num_selected[i] = len(rows)
+            self.trace.selected[i] = rows.cpu()
+        return selected
+
+    def _probe_kv_dev(self, hidden: Hidden, probed: list[int]) -> Steps[dict[int, Tensor]]:
+        """Gradual filtering: each layer scores the best candidates of the one before."""
+        batch, model = self.batch, self._model
+        first, steps = self._job.warmup_depth, self._job.probe_len
+        candidates = {i: batch.candidates[i] for i in probed}
+        all_rows = [
+            torch.arange(batch.offsets[i], batch.offsets[i + 1], device=model.device)
+            for i in probed
+        ]
+        rows = merge_rows(all_rows, model.device)
+        stream = hidden.select(rows)
+        for step in range(1, steps + 1):
+            layer = first + step - 1
+            stored_k, stored_v = self._stitch(layer)
+            with self._timed("probe"):
+                projected = model.project(layer, stream)
+                k = model.rotate(layer, batch.positions[rows], projected.k)
+                self._fresh[layer] = (rows, k, projected.v)
+                candidates = self._filter(
+                    candidates, rows, stored_k, stored_v, k, projected.v, step
+                )
+                if step < steps:
+                    keep = merge_rows(
+                        [*candidates.values(), *(batch.always[i] for i in probed)], model.device
+                    )
+                    at = torch.searchsorted(rows, keep)
+                    stored_k[rows], stored_v[rows] = k, projected.v
+                    stream = self._attend(layer, keep, _pick(projected, at), stored_k, stored_v)
+                    rows = keep
+            yield
+        return candidates
+
+    def _filter(
+        self,
+        candidates: dict[int, Tensor],
+        rows: Tensor,
+        stored_k: Tensor,
+        stored_v: Tensor,
+        k: Tensor,
+        v: Tensor,
+        step: int,
+    ) -> dict[int, Tensor]:
+        """The candidates of each request that deviate most at this layer."""
+        merged = merge_rows(list(candidates.values()), self._model.device)
+        at = torch.searchsorted(rows, merged)
+        scores = self._model.reduce_scores(
+            kv_deviation(stored_k[merged], stored_v[merged], k[at], v[at])
+        )
+        kept = {}
+        for i, mine in candidates.items():
+            total = len(self.batch.candidates[i])
+            count = kept_candidates(self._job.jobs[i].coverage, total, step, self._job.probe_len)
+            kept[i] = top_rows(mine, scores[torch.searchsorted(merged, mine)], count)
+        return kept
+
+    def _probe_qci(self, hidden: Hidden, probed: list[int]) -> Steps[dict[int, Tensor]]:
+        """Only tokens without stored KV walk, over the cache; the suffix's attention ranks."""
+        batch, model = self.batch, self._model
+        rows = merge_rows([batch.always[i] for i in probed], model.device)
+        mass = {i: torch.zeros(len(batch.candidates[i]), device=model.device) for i in probed}
+        stream = hidden.select(rows)
+        last = self._job.warmup_depth + self._job.probe_len - 1
+        for layer in range(self._job.warmup_depth, last + 1):
+            k, v = self._stitch(layer)
+            with self._timed("probe"):
+                projected = model.project(layer, stream)
+                q = model.rotate(layer, batch.positions[rows], projected.q)
+                for i in probed:
+                    queries = q[torch.searchsorted(rows, batch.suffix[i])]
+                    mass[i] += attention_mass(queries, k[batch.candidates[i]], model.scale)
+                if layer < last:
+                    k[rows] = model.rotate(layer, batch.positions[rows], projected.k)
+                    v[rows] = projected.v
+                    stream = self._attend(layer, rows, projected, k, v, rotated_q=q)
+            yield
+        scores = model.reduce_scores(torch.cat([mass[i] for i in probed]))
+        ranked = {}
+        for i, mine in zip(probed, scores.split([len(mass[i]) for i in probed]), strict=True):
+            count = selection_size(self._job.jobs[i].coverage, len(mine))
+            ranked[i] = top_rows(batch.candidates[i], mine, count)
+        return ranked
+
+    # ---- Patch ----
+
+    def _patch(self, hidden: Hidden, selected: list[Tensor]) -> Steps[None]:
+        batch, model = self.batch, self._model
+        always = [rows[:-1] for rows in batch.always]  # the engine computes the last token itself
+        rows = merge_rows([*selected, *always], model.device)
+        stream = hidden.select(rows)
+        for layer in range(self._job.warmup_depth, model.num_layers):
+            k, v = self._stitch(layer)
+            with self._timed("patch"):
+                if layer in self._fresh:
+                    fresh_rows, fresh_k, fresh_v = self._fresh.pop(layer)
+                    k[fresh_rows], v[fresh_rows] = fresh_k, fresh_v
+                projected = model.project(layer, stream)
+                k[rows] = model.rotate(layer, batch.positions[rows], projected.k)
+                v[rows] = projected.v
+                self._sink.write(layer, k, v)
+                if layer < model.num_layers - 1:
+                    stream = self._attend(layer, rows, projected, k, v)
+            yield
+
+    # ---- parts ----
+
+    def _attend(
+        self,
+        layer: int,
+        rows: Tensor,
+        projected: Projection,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotated_q: Tensor | None = None,
+    ) -> Hidden:
+        """Attention of `rows` over their requests' keys, and the rest of the layer."""
+        batch, model = self.batch, self._model
+        positions = batch.positions[rows]
+        q = model.rotate(layer, positions, projected.q) if rotated_q is None else rotated_q
+        attended = selected_attention(
+            q, k, v, positions, batch.offsets_of(rows), batch.offsets, model.scale
+        )
+        return model.finish(layer, projected.residual, attended)
+
+    def _stitch(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Stored K, rotated to its final positions, and V of every row; zero where none is stored.
+
+        returns: K, V, each [num_rows, num_kv_heads, head_dim], owned by the caller
+        """
+        model, batch = self._model, self.batch
+        with self._timed("load"):
+            shape = (batch.num_rows, model.num_kv_heads, model.head_dim)
+            k = torch.zeros(shape, dtype=model.dtype, device=model.device)
+            v = torch.zeros(shape, dtype=model.dtype, device=model.device)
+            for piece in batch.pieces:
+                loaded = self._source.load(piece.location, layer)
+                if loaded is None:
+                    self.trace.failed.add(piece.request_idx)
+                    continue
+                k[piece.start : piece.end] = loaded[0].transpose(0, 1)
+                v[piece.start : piece.end] = loaded[1].transpose(0, 1)
+            if len(batch.stored_rows) > 0:
+                stored = batch.stored_rows
+                k[stored] = model.rotate(layer, batch.positions[stored], k[stored])
+        return k, v
+
+    def _timed(self, phase: str) -> "_PhaseTimer":
+        return _PhaseTimer(self.trace, f"{phase}_s")
+
+
+class _PhaseTimer:
+    """Adds the block's time to one field of the trace."""
+
+    def __init__(self, trace: PrefillTrace, name: str) -> None:
+        self._trace = trace
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        spent = time.perf_counter() - self._start
+        setattr(self._trace, self._name, getattr(self._trace, self._name) + spent)
+
+
+def _pick(projected: Projection, at: Tensor) -> Projection:
+    return Projection(projected.q[at], projected.k[at], projected.v[at], projected.residual[at])
