@@ -66,6 +66,7 @@ class SamplingOptions:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: bool = False  # of the sampled tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

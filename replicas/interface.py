@@ -1,4 +1,4 @@
-"""What a replica's engine promises to whoever serves it (`cluster/`), without any engine behind it."""
+"""What a replica's engine promises to whoever serves it, without any engine behind it."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ class GenerationDelta:
 
     text: str
     num_generated: int  # tokens so far
+    token_ids: tuple[int, ...] = ()  # the new ones
+    logprobs: tuple[float, ...] | None = None  # of the new ones, if the request asked for them
     finish_reason: str | None = None  # "stop", "length"
     result: PrefillResult | None = None
 

@@ -65,7 +65,7 @@ class PrefillTrace:
     warmup_s: float = 0.0
     probe_s: float = 0.0
     patch_s: float = 0.0
-    num_selected: list[int] = field(default_factory=list)  # by request
+    num_selected: list[int] = field(default_factory=list)  # stored tokens recomputed, by request
     selected: list[Tensor] = field(default_factory=list)  # rows, by request
     failed: set[int] = field(default_factory=set)  # requests whose stored KV could not be read
 
@@ -109,6 +109,8 @@ class ThreePhasePrefill:
                 hidden = self._warmup_layer(layer, hidden)
             yield
         if self._job.warmup_depth == self._model.num_layers:
+            for piece in self.batch.pieces:  # all of what is stored was computed again
+                self.trace.num_selected[piece.request_idx] += piece.end - piece.start
             return
         selected = yield from self._probe(hidden)
         yield from self._patch(hidden, selected)

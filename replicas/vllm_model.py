@@ -7,7 +7,6 @@ the order of the walk and the attention are ours.
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from replicas.model import Hidden, Projection

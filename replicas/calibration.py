@@ -1,0 +1,97 @@
+"""A first cost model, measured on the engine itself when it starts: a few small prefills."""
+
+import random
+from typing import Protocol
+
+from planner.cost_model import CostModel, PrefillShape, Work, fit_cost_model, prefill_work
+from planner.types import Signal
+from replicas.batch import SegmentKind
+from replicas.connector_types import RequestParams, ResultParams, SegmentSpan
+from replicas.interface import StoredChunk
+
+LONGEST_TOKENS = 1024
+REUSE_COVERAGES = (0.0, 0.1, 0.4)
+SUFFIX_TOKENS = 16
+
+
+class MeasuredEngine(Protocol):
+    """What the calibration runs on."""
+
+    @property
+    def reuses_chunks(self) -> bool: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    async def prefill_ms(
+        self, token_ids: list[int], params: RequestParams | None
+    ) -> tuple[float, ResultParams | None]: ...
+
+    async def ingest(self, token_ids: tuple[int, ...], *, cache_salt: str = "") -> StoredChunk: ...
+
+    def delete_chunk(self, chunk_id: str) -> bool: ...
+
+
+async def measure_cost(engine: MeasuredEngine, *, num_layers: int) -> CostModel:
+    """Time full prefills of three lengths and, with chunk reuse, three coverages of one chunk."""
+    rng = random.Random()  # of its own: other prompts than any replica before
+    longest = min(LONGEST_TOKENS, engine.max_model_len // 2)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(engine.vocab_size) for _ in range(count)]
+
+    await engine.prefill_ms(tokens(SUFFIX_TOKENS), None)  # warm-up: first calls allocate
+    works: list[Work] = []
+    times: list[float] = []
+    for length in (max(2, longest // 16), longest // 4, longest):
+        spent_ms, _ = await engine.prefill_ms(tokens(length), _exact(num_layers, engine))
+        works.append(_work(0, length, num_layers=num_layers, warmup_depth=num_layers, coverage=1.0))
+        times.append(spent_ms)
+    if engine.reuses_chunks:
+        chunk, salt = tuple(tokens(longest - SUFFIX_TOKENS)), f"calibration-{rng.random()}"
+        stored = await engine.ingest(chunk, cache_salt=salt)
+        for coverage in REUSE_COVERAGES:
+            params = _reuse(len(chunk), salt, coverage)
+            spent_ms, _ = await engine.prefill_ms([*chunk, *tokens(SUFFIX_TOKENS)], params)
+            works.append(
+                _work(
+                    len(chunk),
+                    SUFFIX_TOKENS,
+                    num_layers=num_layers,
+                    warmup_depth=1,
+                    coverage=coverage,
+                )
+            )
+            times.append(spent_ms)
+        engine.delete_chunk(stored.chunk_id)
+    return fit_cost_model(works, times, num_layers=num_layers)
+
+
+def _exact(num_layers: int, engine: MeasuredEngine) -> RequestParams | None:
+    """All layers for all tokens by our own walk; vLLM's prefill where reuse is off."""
+    if not engine.reuses_chunks:
+        return None
+    return RequestParams(warmup_depth=num_layers, probe_len=0)
+
+
+def _reuse(num_chunk: int, salt: str, coverage: float) -> RequestParams:
+    span = SegmentSpan(kind=SegmentKind.CHUNK, start=0, end=num_chunk)
+    return RequestParams(
+        segments=[span], cache_salt=salt, warmup_depth=1, probe_len=1, coverage=coverage
+    )
+
+
+def _work(
+    num_cached: int, num_always: int, *, num_layers: int, warmup_depth: int, coverage: float
+) -> Work:
+    return prefill_work(
+        [PrefillShape(num_cached=num_cached, num_always=num_always)],
+        [coverage],
+        signal=Signal.KV_DEV,
+        warmup_depth=warmup_depth,
+        probe_len=min(1, num_layers - warmup_depth),
+        num_layers=num_layers,
+    )

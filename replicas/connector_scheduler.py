@@ -1,0 +1,335 @@
+"""The connector's side in vLLM's scheduler process: what to load, for whom, and when.
+
+It declares every prompt token but the last one external, looks the chunks up when vLLM has
+allocated the request's blocks, and holds their leases until every rank has finished with them. All
+ranks get the same step, so they can never disagree about a hit.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from vllm.logger import init_logger
+
+from kv_tier.errors import KvTierError
+from kv_tier.keys import KeySpace
+from kv_tier.store import ChunkLocation, ChunkQuery, ChunkStore, Lease, Reservation
+from planner.clock import Clock
+from planner.types import PrefillResult, PrefillTimings
+from replicas.batch import BatchJob, Capture, PrefillJob, Segment, SegmentKind
+from replicas.connector_types import (
+    JobReport,
+    RequestParams,
+    ResultParams,
+    StepMeta,
+    WorkerReport,
+)
+
+logger = init_logger(__name__)
+
+
+class JobState(Enum):
+    WAITING = auto()  # vLLM has no blocks for it yet, or its batch is not complete
+    ACTIVE = auto()  # the ranks are prefilling it
+    DONE = auto()  # finished, failed or given to vLLM's own prefill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceConfig:
+    """How many layers of a prefill one engine step runs."""
+
+    decoding: int = 4  # while other requests decode
+    idle: int = 8  # otherwise: short enough to see arrivals and aborts
+    hold_ms: float = 50.0  # longest wait for the other members of a batch
+
+
+@dataclass(slots=True)
+class _Job:
+    params: RequestParams
+    num_prompt_tokens: int
+    since_ms: float
+    state: JobState = JobState.WAITING
+    hold_ms: float = 0.0
+    leases: list[Lease] = field(default_factory=list)
+    reservation: Reservation | None = None
+    hits: list[bool] = field(default_factory=list)  # by segment
+    report: JobReport | None = None
+    stored: bool = False
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """A batch whose members are still arriving."""
+
+    size: int
+    since_ms: float
+    members: set[str] = field(default_factory=set)
+
+
+class SchedulerSide:
+    """Pure bookkeeping over a chunk store; vLLM's types stay in `vllm_connector.py`."""
+
+    def __init__(
+        self, store: ChunkStore, keys: KeySpace, slices: SliceConfig, clock: Clock
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._slices = slices
+        self._clock = clock
+        self._jobs: dict[str, _Job] = {}
+        self._gathering: dict[int, _Gathering] = {}
+        self._allocated: OrderedDict[int, BatchJob] = OrderedDict()  # since the last step
+
+    @property
+    def num_active(self) -> int:
+        return sum(job.state is JobState.ACTIVE for job in self._jobs.values())
+
+    def arrived(
+        self, request_id: str, params: RequestParams | None, *, num_prompt_tokens: int
+    ) -> None:
+        """A request came to vLLM's queue."""
+        if params is None:
+            return
+        now_ms = self._clock.now_ms()
+        self._jobs[request_id] = _Job(params, num_prompt_tokens, now_ms)
+        if params.batch_size > 1:
+            batch = self._gathering.setdefault(
+                params.batch_id, _Gathering(params.batch_size, now_ms)
+            )
+            batch.members.add(request_id)
+
+    def external_tokens(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
+        """Tokens that the connector will compute, and whether vLLM goes on meanwhile.
+
+        None holds the request back. Asked again after a failure or a preemption, the answer is 0:
+        vLLM then computes the prompt itself.
+        """
+        job = self._jobs.get(request_id)
+        if job is None or job.state is not JobState.WAITING or num_computed > 0:
+            return 0, False
+        if job.num_prompt_tokens < 2:
+            job.state = JobState.DONE
+            return 0, False
+        batch = self._gathering.get(job.params.batch_id)
+        if batch is not None and request_id in batch.members:
+            waited_ms = self._clock.now_ms() - batch.since_ms
+            if len(batch.members) < batch.size and waited_ms < self._slices.hold_ms:
+                return None, False
+            del self._gathering[job.params.batch_id]
+        return job.num_prompt_tokens - 1, True
+
+    def allocated(self, request_id: str, token_ids: Sequence[int], block_ids: list[int]) -> None:
+        """vLLM gave the request its blocks: look its chunks up and queue its prefill."""
+        job = self._jobs[request_id]
+        params = job.params
+        job.state = JobState.ACTIVE
+        job.hold_ms = self._clock.now_ms() - job.since_ms
+        prefill = (
+            self._reuse_job(request_id, job, token_ids, block_ids)
+            if params.ingest_content_id is None
+            else self._ingest_job(request_id, job, token_ids, block_ids)
+        )
+        batch = self._allocated.get(params.batch_id)
+        if batch is None:
+            batch = self._allocated[params.batch_id] = BatchJob(
+                batch_id=params.batch_id,
+                signal=params.signal,
+                warmup_depth=params.warmup_depth,
+                probe_len=params.probe_len,
+                jobs=[],
+            )
+        batch.jobs.append(prefill)
+
+    def step(self, *, decoding: bool) -> StepMeta:
+        """The work of one engine step; `decoding`: whether the step also generates tokens."""
+        batches = list(self._allocated.values())
+        self._allocated.clear()
+        return StepMeta(
+            batches=batches, num_layers=self._slices.decoding if decoding else self._slices.idle
+        )
+
+    def received(self, finished: set[str], report: WorkerReport | None) -> None:
+        """Every rank has ended these prefills: let go of what they read and wrote."""
+        for request_id, job_report in (report.jobs if report else {}).items():
+            job = self._jobs.get(request_id)
+            if job is not None:
+                job.report = job_report
+            for key in job_report.damaged:
+                self._discard(key)
+        for request_id in finished:
+            job = self._jobs.get(request_id)
+            if job is None:
+                continue
+            self._let_go(job, completed=job.report is not None and not job.report.failed)
+            if job.state is JobState.DONE:  # aborted meanwhile
+                del self._jobs[request_id]
+            job.state = JobState.DONE
+
+    def finished(self, request_id: str) -> ResultParams | None:
+        """The request ended in vLLM, for whatever reason. An abort in mid-prefill keeps its leases
+        until the ranks report that they have dropped it."""
+        job = self._jobs.get(request_id)
+        if job is None:
+            return None
+        batch = self._gathering.get(job.params.batch_id)
+        if batch is not None and request_id in batch.members:
+            batch.members.discard(request_id)
+            batch.size -= 1
+            if not batch.members:
+                del self._gathering[job.params.batch_id]
+        if job.state is JobState.ACTIVE:
+            job.state = JobState.DONE
+        else:
+            del self._jobs[request_id]
+        return self._result(job)
+
+    def close(self) -> None:
+        self._store.close()
+
+    # ---- parts ----
+
+    def _reuse_job(
+        self, request_id: str, job: _Job, token_ids: Sequence[int], block_ids: list[int]
+    ) -> PrefillJob:
+        spans, salt = job.params.segments, job.params.cache_salt
+        queries = [
+            ChunkQuery(
+                key=self._keys.key(
+                    token_ids[s.start : s.end],
+                    cache_salt=salt,
+                    anchored=s.kind is SegmentKind.CHUNK,
+                ),
+                token_ids=token_ids[s.start : s.end],
+            )
+            for s in spans
+        ]
+        leases = self._lookup(queries)
+        job.leases = [lease for lease in leases if lease is not None]
+        job.hits = [lease is not None for lease in leases]
+        return PrefillJob(
+            request_id=request_id,
+            token_ids=list(token_ids),
+            segments=[
+                Segment(
+                    kind=span.kind,
+                    start=span.start,
+                    end=span.end,
+                    location=None if lease is None else lease.location,
+                )
+                for span, lease in zip(spans, leases, strict=True)
+            ],
+            coverage=job.params.coverage,
+            block_ids=block_ids,
+            captures=[],
+        )
+
+    def _ingest_job(
+        self, request_id: str, job: _Job, token_ids: Sequence[int], block_ids: list[int]
+    ) -> PrefillJob:
+        """All layers exact, the chunk's rows captured; nothing to capture if it is there by now."""
+        (span,) = job.params.segments
+        tokens = token_ids[span.start : span.end]
+        key = self._keys.key(
+            tokens,
+            cache_salt=job.params.cache_salt,
+            anchored=span.kind is SegmentKind.CHUNK,
+        )
+        try:
+            job.reservation = self._store.reserve(
+                key,
+                tokens,
+                recompute_ms=job.params.recompute_ms,
+                content_id=job.params.ingest_content_id or "",
+            )
+        except KvTierError:
+            logger.exception("the host tier takes no chunk")
+        location = None if job.reservation is None else job.reservation.location
+        return PrefillJob(
+            request_id=request_id,
+            token_ids=list(token_ids),
+            segments=[],
+            coverage=1.0,
+            block_ids=block_ids,
+            captures=_captures(span.start, span.end, location),
+        )
+
+    def _lookup(self, queries: list[ChunkQuery]) -> list[Lease | None]:
+        """Leases of what is stored. A store that cannot be read has nothing: the engine goes on."""
+        if not queries:
+            return []
+        try:
+            return self._store.lookup(queries)
+        except KvTierError:
+            logger.exception("the host tier cannot be read")
+            return [None] * len(queries)
+
+    def _discard(self, key: bytes) -> None:
+        try:
+            self._store.discard(key)
+        except KvTierError:
+            logger.exception("a damaged chunk could not be discarded")
+
+    def _let_go(self, job: _Job, *, completed: bool) -> None:
+        """End the job's leases and its reservation. If the store is out of order they die with
+        this process, by its owner lock."""
+        leases, job.leases = job.leases, []
+        reservation, job.reservation = job.reservation, None
+        try:
+            self._store.release(leases)
+            if reservation is not None and completed:
+                job.stored = self._store.commit(reservation)
+            elif reservation is not None:
+                self._store.abort(reservation)
+        except KvTierError:
+            logger.exception("the host tier could not be told that a prefill ended")
+
+    def _result(self, job: _Job) -> ResultParams | None:
+        """None for a request that ended before its prefill."""
+        report, params = job.report, job.params
+        if report is None:
+            return None
+        spans = params.segments if params.ingest_content_id is None else []
+        lengths = [s.end - s.start for s in spans]
+        is_chunk = [s.kind is SegmentKind.CHUNK for s in spans]
+        hit = sum(n for n, h in zip(lengths, job.hits, strict=True) if h)
+        num_context = sum(n for n, c in zip(lengths, is_chunk, strict=True) if c)
+        num_miss = sum(
+            n for n, c, h in zip(lengths, is_chunk, job.hits, strict=True) if c and not h
+        )
+        recomputed = job.num_prompt_tokens - hit + report.num_selected
+        num_covered = num_miss + report.num_selected
+        if report.failed:
+            hit, recomputed, num_covered = 0, job.num_prompt_tokens, num_context
+        timings = PrefillTimings(
+            hold_ms=job.hold_ms,
+            load_ms=report.timings.load_ms,
+            warmup_ms=report.timings.warmup_ms,
+            probe_ms=report.timings.probe_ms,
+            patch_ms=report.timings.patch_ms,
+            stall_ms=report.timings.stall_ms,
+            compute_ms=report.timings.compute_ms,
+        )
+        return ResultParams(
+            result=PrefillResult(
+                policy=params.policy,
+                signal=params.signal,
+                warmup_depth=params.warmup_depth,
+                probe_len=params.probe_len,
+                coverage=min(1.0, num_covered / num_context) if num_context else 0.0,
+                num_prompt_tokens=job.num_prompt_tokens,
+                num_context_tokens=num_context,
+                num_miss_tokens=num_miss,
+                num_recomputed_tokens=recomputed,
+                cached_tokens={"host": hit},
+                batch_size=report.batch_size,
+                timings=timings,
+                recovered=report.failed,
+            ),
+            missing=[i for i, h in enumerate(job.hits) if not h],
+            stored=job.stored,
+        )
+
+
+def _captures(start: int, end: int, location: ChunkLocation | None) -> list[Capture]:
+    return [] if location is None else [Capture(start=start, end=end, location=location)]

@@ -1,0 +1,103 @@
+"""From our settings to vLLM's: the arguments, and the environment that vLLM reads."""
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kv_tier.keys import KeySpace
+from replicas.config import EngineConfig
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+CONNECTOR_MODULE = "replicas.vllm_connector"
+CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own default on a CPU is a share of the whole memory
+IDLE_SLICE_FACTOR = 4  # layers a step when nothing decodes, relative to `slice_layers`
+
+
+def prepare_environment(config: EngineConfig) -> None:
+    """Set what vLLM reads from the environment; call it before vLLM is imported.
+
+    A value that the user has set stands.
+    """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if not _has_gpu() and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        # vLLM would bind each engine's threads to the same first cores; the kernel spreads
+        # several engines better. `OMP_NUM_THREADS` says how many threads each has.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # ranks that share cores wait for each other's threads, many times a layer
+        cores = len(os.sched_getaffinity(0))
+        threads = config.cpu_threads or max(1, cores // config.tensor_parallel_size)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def engine_args(config: EngineConfig) -> "AsyncEngineArgs":
+    """vLLM's arguments without chunk reuse. What the user passes through in `vllm` wins."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    on_gpu = _has_gpu()
+    args: dict[str, Any] = {
+        "model": config.model_dir,
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        # reused KV may not enter the prefix cache, and prompts with chunks rarely share prefixes
+        "enable_prefix_caching": False,
+        "worker_cls": "replicas.vllm_worker.CacheSmithWorker",
+        "enable_log_requests": False,
+        "disable_log_stats": True,
+    }
+    if config.tensor_parallel_size > 1:
+        # inside a Ray placement group vLLM would choose its Ray executor
+        args["distributed_executor_backend"] = "mp"
+    if config.kv_cache_memory_bytes is not None:
+        args["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+    elif not on_gpu:
+        args["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+    if not on_gpu:
+        args["enforce_eager"] = True  # compiling on a CPU costs minutes at start and gains little
+    return AsyncEngineArgs(**{**args, **config.vllm})
+
+
+def chunk_reuse_args(config: EngineConfig, keys: KeySpace) -> "AsyncEngineArgs":
+    """`engine_args` with our connector."""
+    from vllm.config import KVTransferConfig
+
+    extra = {
+        "arena_dir": config.host_tier_dir,
+        "arena_bytes": config.host_tier_bytes,
+        "fingerprint": keys.fingerprint,
+        "anchor_ids": list(keys.anchor_ids),
+        "slice_layers": config.slice_layers,
+        "idle_slice_layers": config.slice_layers * IDLE_SLICE_FACTOR,
+        "hold_ms": config.batch_hold_ms,
+    }
+    transfer = KVTransferConfig(
+        kv_connector="CacheSmithConnector",
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=extra,
+    )
+    return replace(engine_args(config), kv_transfer_config=transfer)
+
+
+def anchor_ids(config: EngineConfig) -> tuple[int, ...]:
+    """Tokens that chunks are prefilled behind: the configured text, or BOS, or else EOS."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model_dir)
+    if config.anchor_text:
+        return tuple(tokenizer.encode(config.anchor_text, add_special_tokens=False))
+    for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return (token_id,)
+    return ()
+
+
+def _has_gpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
