@@ -6,6 +6,7 @@ path on torch's fused kernels; both have the same signature.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,9 @@ from torch import Tensor
 
 # Query rows a kernel call: long enough to fill the cores, short enough that a block of sorted rows
 # does not attend far past its first row's position (the masked part is wasted work).
-BLOCK_ROWS = 256
+BLOCK_ROWS = 128
+# Masks are the same in every layer and kept between them, up to this many elements.
+MAX_KEPT_MASK = 1 << 26
 
 
 def selected_attention_ref(
@@ -57,54 +60,84 @@ def selected_attention(
     k_offsets: Sequence[int],
     scale: float,
 ) -> Tensor:
-    """As `selected_attention_ref`, on torch's fused kernels; `q_positions` ascend in a request.
+    """As `selected_attention_ref`, on torch's fused kernels; `q_positions` ascend in a request."""
+    return SelectedAttention(q_positions, q_offsets, k_offsets, q.dtype)(q, k, v, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Queries [start, end) against keys [first_key, last_key) of the batch."""
+
+    start: int
+    end: int
+    first_key: int
+    last_key: int
+    positions: Tensor | None  # None: the queries are all of the keys, the causal kernel does it
+    mask: Tensor | None  # additive, if it is kept
+
+
+class SelectedAttention:
+    """The plan of `selected_attention` for one set of queries, made once and run in every layer.
 
     A request whose queries are all of its keys takes the causal kernel. Other queries go in blocks
     of sorted rows, each against the keys up to the block's last position, under an additive mask.
     """
-    out = torch.empty_like(q)
-    heads_first_k, heads_first_v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-    positions = q_positions.tolist()
-    for i in range(len(q_offsets) - 1):
-        start, end = q_offsets[i], q_offsets[i + 1]
-        first_key, num_keys = k_offsets[i], k_offsets[i + 1] - k_offsets[i]
-        if end == start:
-            continue
-        ki = heads_first_k[:, :, first_key : first_key + num_keys]
-        vi = heads_first_v[:, :, first_key : first_key + num_keys]
-        if end - start == num_keys:  # sorted distinct positions below num_keys: all of them
-            out[start:end] = _sdpa(q[start:end], ki, vi, scale, is_causal=True)
-            continue
-        key_positions = torch.arange(num_keys, device=q.device)
-        for lo in range(start, end, BLOCK_ROWS):
-            hi = min(lo + BLOCK_ROWS, end)
-            seen = positions[hi - 1] + 1
-            mask = torch.zeros(hi - lo, seen, dtype=q.dtype, device=q.device)
-            mask.masked_fill_(key_positions[:seen] > q_positions[lo:hi, None], float("-inf"))
-            out[lo:hi] = _sdpa(q[lo:hi], ki[:, :, :seen], vi[:, :, :seen], scale, mask=mask)
-    return out
+
+    def __init__(
+        self,
+        q_positions: Tensor,
+        q_offsets: Sequence[int],
+        k_offsets: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        self._dtype = dtype
+        self._blocks: list[_Block] = []
+        kept = 0
+        positions = q_positions.tolist()
+        for i in range(len(q_offsets) - 1):
+            start, end = q_offsets[i], q_offsets[i + 1]
+            first_key, num_keys = k_offsets[i], k_offsets[i + 1] - k_offsets[i]
+            if end - start == num_keys:  # sorted distinct positions below num_keys: all of them
+                self._blocks.append(_Block(start, end, first_key, first_key + num_keys, None, None))
+                continue
+            for lo in range(start, end, BLOCK_ROWS):
+                hi = min(lo + BLOCK_ROWS, end)
+                seen = positions[hi - 1] + 1
+                mask = None
+                kept += (hi - lo) * seen
+                if kept <= MAX_KEPT_MASK:
+                    mask = _mask(q_positions[lo:hi], seen, dtype)
+                self._blocks.append(
+                    _Block(lo, hi, first_key, first_key + seen, q_positions[lo:hi], mask)
+                )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q: [num_queries, num_heads, head_dim]; k, v: [num_keys, num_kv_heads, head_dim]."""
+        out = torch.empty_like(q)
+        heads_first_k, heads_first_v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+        for block in self._blocks:
+            keys = slice(block.first_key, block.last_key)
+            mask = block.mask
+            if mask is None and block.positions is not None:
+                mask = _mask(block.positions, block.last_key - block.first_key, self._dtype)
+            attended = F.scaled_dot_product_attention(
+                q[block.start : block.end].transpose(0, 1)[None],
+                heads_first_k[:, :, keys],
+                heads_first_v[:, :, keys],
+                attn_mask=mask,
+                is_causal=block.positions is None,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            out[block.start : block.end] = attended[0].transpose(0, 1)
+        return out
 
 
-def _sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    *,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-) -> Tensor:
-    """q: [num_queries, num_heads, head_dim]; k, v: [1, num_kv_heads, num_keys, head_dim]."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out[0].transpose(0, 1)
+def _mask(positions: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """0 where a query may look, -inf behind its own position; [num_queries, num_keys]."""
+    keys = torch.arange(num_keys, device=positions.device)
+    mask = torch.zeros(len(positions), num_keys, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(keys > positions[:, None], float("-inf"))
 
 
 def attention_mass(q: Tensor, k: Tensor, scale: float) -> Tensor:

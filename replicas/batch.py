@@ -124,9 +124,6 @@ class PackedBatch:
         self.token_ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
         lengths = [len(r.token_ids) for r in job.jobs]
         self.positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-        self.stored_rows = _concat(
-            [torch.arange(p.start, p.end, device=device) for p in self.pieces], device
-        )
 
     @property
     def num_requests(self) -> int:
@@ -150,10 +147,6 @@ class PackedBatch:
         return slots.to(self.positions.device)
 
 
-def _concat(parts: list[Tensor], device: torch.device) -> Tensor:
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
-
-
-def merge_rows(parts: list[Tensor], device: torch.device) -> Tensor:
-    """Disjoint row sets as one sorted tensor."""
-    return _concat(parts, device).sort().values
+def merge_rows(parts: list[Tensor]) -> Tensor:
+    """Disjoint row sets, at least one of them, as one sorted tensor."""
+    return torch.cat(parts).sort().values

@@ -5,12 +5,11 @@ allocated the request's blocks, and holds their leases until every rank has fini
 ranks get the same step, so they can never disagree about a hit.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-
-from vllm.logger import init_logger
 
 from kv_tier.errors import KvTierError
 from kv_tier.keys import KeySpace
@@ -26,7 +25,7 @@ from replicas.connector_types import (
     WorkerReport,
 )
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class JobState(Enum):

@@ -8,11 +8,6 @@ final output.
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
-
 from planner.types import PrefillResult, PrefillTimings, Signal
 from replicas.batch import BatchJob, SegmentKind
 
@@ -83,7 +78,7 @@ class ResultParams:
 
 
 @dataclass
-class StepMeta(KVConnectorMetadata):
+class StepMeta:
     """One engine step's work, the same for every rank."""
 
     batches: list[BatchJob] = field(default_factory=list)
@@ -102,13 +97,13 @@ class JobReport:
 
 
 @dataclass
-class WorkerReport(KVConnectorWorkerMetadata):
+class WorkerReport:
     """The prefills that ended in this step, by request id."""
 
     jobs: dict[str, JobReport] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
-        assert isinstance(other, WorkerReport)
+    def aggregate(self, other: "WorkerReport") -> "WorkerReport":
+        """Two ranks' reports as one; vLLM calls it."""
         merged = dict(self.jobs)
         for request_id, report in other.jobs.items():
             mine = merged.get(request_id)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kv_tier.store import ChunkLocation
 from planner.types import Signal
-from replicas.attention import attention_mass, kv_deviation, selected_attention
+from replicas.attention import SelectedAttention, attention_mass, kv_deviation
 from replicas.batch import BatchJob, PackedBatch, merge_rows
 from replicas.model import Hidden, LayerwiseModel, Projection
 from replicas.selection import kept_candidates, selection_size, top_rows
@@ -104,9 +104,10 @@ class ThreePhasePrefill:
     def steps(self) -> Steps[None]:
         """Run the phases, yielding after each layer."""
         hidden = self._model.embed(self.batch.token_ids)
+        everything = self._rows(torch.arange(self.batch.num_rows, device=self._model.device))
         for layer in range(self._job.warmup_depth):
             with self._timed("warmup"):
-                hidden = self._warmup_layer(layer, hidden)
+                hidden = self._warmup_layer(layer, hidden, everything)
             yield
         if self._job.warmup_depth == self._model.num_layers:
             for piece in self.batch.pieces:  # all of what is stored was computed again
@@ -117,7 +118,7 @@ class ThreePhasePrefill:
 
     # ---- WarmUp ----
 
-    def _warmup_layer(self, layer: int, hidden: Hidden) -> Hidden:
+    def _warmup_layer(self, layer: int, hidden: Hidden, everything: "_Rows") -> Hidden:
         batch = self.batch
         projected = self._model.project(layer, hidden)
         for idx, request in enumerate(batch.jobs):
@@ -130,11 +131,7 @@ class ThreePhasePrefill:
         self._sink.write(layer, k, projected.v)
         if layer == self._model.num_layers - 1:
             return hidden  # nobody reads what follows the last layer's KV
-        q = self._model.rotate(layer, batch.positions, projected.q)
-        attended = selected_attention(
-            q, k, projected.v, batch.positions, batch.offsets, batch.offsets, self._model.scale
-        )
-        return self._model.finish(layer, projected.residual, attended)
+        return self._attend(layer, projected, k, projected.v, everything)
 
     # ---- Probe ----
 
@@ -172,7 +169,7 @@ class ThreePhasePrefill:
             torch.arange(batch.offsets[i], batch.offsets[i + 1], device=model.device)
             for i in probed
         ]
-        rows = merge_rows(all_rows, model.device)
+        rows = merge_rows(all_rows)
         stream = hidden.select(rows)
         for step in range(1, steps + 1):
             layer = first + step - 1
@@ -185,12 +182,12 @@ class ThreePhasePrefill:
                     candidates, rows, stored_k, stored_v, k, projected.v, step
                 )
                 if step < steps:
-                    keep = merge_rows(
-                        [*candidates.values(), *(batch.always[i] for i in probed)], model.device
-                    )
+                    keep = merge_rows([*candidates.values(), *(batch.always[i] for i in probed)])
                     at = torch.searchsorted(rows, keep)
                     stored_k[rows], stored_v[rows] = k, projected.v
-                    stream = self._attend(layer, keep, _pick(projected, at), stored_k, stored_v)
+                    stream = self._attend(
+                        layer, _pick(projected, at), stored_k, stored_v, self._rows(keep)
+                    )
                     rows = keep
             yield
         return candidates
@@ -206,7 +203,7 @@ class ThreePhasePrefill:
         step: int,
     ) -> dict[int, Tensor]:
         """The candidates of each request that deviate most at this layer."""
-        merged = merge_rows(list(candidates.values()), self._model.device)
+        merged = merge_rows(list(candidates.values()))
         at = torch.searchsorted(rows, merged)
         scores = self._model.reduce_scores(
             kv_deviation(stored_k[merged], stored_v[merged], k[at], v[at])
@@ -221,22 +218,23 @@ class ThreePhasePrefill:
     def _probe_qci(self, hidden: Hidden, probed: list[int]) -> Steps[dict[int, Tensor]]:
         """Only tokens without stored KV walk, over the cache; the suffix's attention ranks."""
         batch, model = self.batch, self._model
-        rows = merge_rows([batch.always[i] for i in probed], model.device)
+        rows = merge_rows([batch.always[i] for i in probed])
         mass = {i: torch.zeros(len(batch.candidates[i]), device=model.device) for i in probed}
+        walked = self._rows(rows)
         stream = hidden.select(rows)
         last = self._job.warmup_depth + self._job.probe_len - 1
         for layer in range(self._job.warmup_depth, last + 1):
             k, v = self._stitch(layer)
             with self._timed("probe"):
                 projected = model.project(layer, stream)
-                q = model.rotate(layer, batch.positions[rows], projected.q)
+                q = model.rotate(layer, walked.positions, projected.q)
                 for i in probed:
                     queries = q[torch.searchsorted(rows, batch.suffix[i])]
                     mass[i] += attention_mass(queries, k[batch.candidates[i]], model.scale)
                 if layer < last:
-                    k[rows] = model.rotate(layer, batch.positions[rows], projected.k)
+                    k[rows] = model.rotate(layer, walked.positions, projected.k)
                     v[rows] = projected.v
-                    stream = self._attend(layer, rows, projected, k, v, rotated_q=q)
+                    stream = self._attend(layer, projected, k, v, walked, rotated_q=q)
             yield
         scores = model.reduce_scores(torch.cat([mass[i] for i in probed]))
         ranked = {}
@@ -250,7 +248,8 @@ class ThreePhasePrefill:
     def _patch(self, hidden: Hidden, selected: list[Tensor]) -> Steps[None]:
         batch, model = self.batch, self._model
         always = [rows[:-1] for rows in batch.always]  # the engine computes the last token itself
-        rows = merge_rows([*selected, *always], model.device)
+        rows = merge_rows([*selected, *always])
+        patched = self._rows(rows)
         stream = hidden.select(rows)
         for layer in range(self._job.warmup_depth, model.num_layers):
             k, v = self._stitch(layer)
@@ -259,32 +258,38 @@ class ThreePhasePrefill:
                     fresh_rows, fresh_k, fresh_v = self._fresh.pop(layer)
                     k[fresh_rows], v[fresh_rows] = fresh_k, fresh_v
                 projected = model.project(layer, stream)
-                k[rows] = model.rotate(layer, batch.positions[rows], projected.k)
+                k[rows] = model.rotate(layer, patched.positions, projected.k)
                 v[rows] = projected.v
                 self._sink.write(layer, k, v)
                 if layer < model.num_layers - 1:
-                    stream = self._attend(layer, rows, projected, k, v)
+                    stream = self._attend(layer, projected, k, v, patched)
             yield
 
     # ---- parts ----
 
+    def _rows(self, rows: Tensor) -> "_Rows":
+        """Rows that walk together through several layers."""
+        batch = self.batch
+        positions = batch.positions[rows]
+        attention = SelectedAttention(
+            positions, batch.offsets_of(rows), batch.offsets, self._model.dtype
+        )
+        return _Rows(positions, attention)
+
     def _attend(
         self,
         layer: int,
-        rows: Tensor,
         projected: Projection,
         k: Tensor,
         v: Tensor,
+        rows: "_Rows",
         *,
         rotated_q: Tensor | None = None,
     ) -> Hidden:
-        """Attention of `rows` over their requests' keys, and the rest of the layer."""
-        batch, model = self.batch, self._model
-        positions = batch.positions[rows]
-        q = model.rotate(layer, positions, projected.q) if rotated_q is None else rotated_q
-        attended = selected_attention(
-            q, k, v, positions, batch.offsets_of(rows), batch.offsets, model.scale
-        )
+        """Attention of some rows over their requests' keys, and the rest of the layer."""
+        model = self._model
+        q = model.rotate(layer, rows.positions, projected.q) if rotated_q is None else rotated_q
+        attended = rows.attention(q, k, v, model.scale)
         return model.finish(layer, projected.residual, attended)
 
     def _stitch(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -304,13 +309,19 @@ class ThreePhasePrefill:
                     continue
                 k[piece.start : piece.end] = loaded[0].transpose(0, 1)
                 v[piece.start : piece.end] = loaded[1].transpose(0, 1)
-            if len(batch.stored_rows) > 0:
-                stored = batch.stored_rows
-                k[stored] = model.rotate(layer, batch.positions[stored], k[stored])
-        return k, v
+            # in one sweep: what is zero stays zero
+            return model.rotate(layer, batch.positions, k), v
 
     def _timed(self, phase: str) -> "_PhaseTimer":
         return _PhaseTimer(self.trace, f"{phase}_s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of the batch, and the plan of their attention."""
+
+    positions: Tensor  # [num_rows], within each row's request
+    attention: SelectedAttention
 
 
 class _PhaseTimer:

@@ -26,6 +26,10 @@ from replicas.connector_types import RequestParams, StepMeta, WorkerReport
 from replicas.connector_worker import WorkerSide
 from replicas.vllm_model import VllmModel
 
+# what travels is ours and free of vLLM, so that it can be tested without it
+KVConnectorMetadata.register(StepMeta)
+KVConnectorWorkerMetadata.register(WorkerReport)
+
 
 def layout_of(config: VllmConfig) -> KvLayout:
     """The shape of the served model's stored KV: all heads, whatever the tensor parallelism."""
@@ -93,7 +97,7 @@ class CacheSmithConnector(KVConnectorBase_V1):
                 request.request_id, request.prompt_token_ids, list(block_ids)
             )
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         return self._scheduling.step(decoding=scheduler_output.total_num_scheduled_tokens > 0)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -140,7 +144,7 @@ class CacheSmithConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed_blocks() if self._worker else set()
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> WorkerReport | None:
         return self._worker.take_report() if self._worker else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -1,0 +1,43 @@
+# `make` lists what there is. Every target sets up .venv by itself.
+
+PYTHON_ENV := .venv/bin/python
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: ## set up .venv with CacheSmith and what it needs
+	@scripts/install.sh
+
+demo: ## serve a small model on this machine and ask it about the sample documents
+	@scripts/install.sh
+	@$(PYTHON_ENV) -m deploy.demo
+
+# One process a kind, so that engines and Ray clusters do not pile up. All run, even if one fails.
+# pytest's status 5 says that there is no such test.
+test: ## run all tests that need neither a GPU nor a Redis server
+	@scripts/install.sh --dev
+	@failed=; \
+	for kind in \
+		"unit:not vllm and not ray and not redis and not gpu" \
+		"vllm:vllm and not ray and not redis and not gpu" \
+		"ray:ray and not redis and not gpu"; \
+	do \
+		printf '\n== %s tests\n' "$${kind%%:*}"; \
+		$(PYTHON_ENV) -m pytest -m "$${kind#*:}"; status=$$?; \
+		if [ $$status -ne 0 ] && [ $$status -ne 5 ]; then failed="$$failed $${kind%%:*}"; fi; \
+	done; \
+	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi; \
+	printf '\nall tests passed\n'
+
+check: ## lint, formatting, types and the unit tests
+	@scripts/install.sh --dev
+	$(PYTHON_ENV) -m ruff check .
+	$(PYTHON_ENV) -m ruff format --check .
+	$(PYTHON_ENV) -m mypy planner kv_tier
+	$(PYTHON_ENV) -m pytest
+
+clean: ## remove caches and build outputs; .venv stays
+	@rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

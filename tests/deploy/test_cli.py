@@ -1,0 +1,133 @@
+"""The command line: help, wrong arguments, and talking to a server that is not there."""
+
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import main
+from deploy.server import ServerError, check_port
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["ingest"], ["status"]])
+def test_help_has_examples(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([*command, "--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert "example" in text and f"cachesmith {' '.join(command)}".strip() in text
+
+
+@pytest.mark.parametrize("argv", [[], ["fly"], ["serve", "--tp", "x"], ["ingest"]])
+def test_wrong_arguments_exit_with_usage(argv, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    assert "usage: cachesmith" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "key"),
+    [
+        (["--tp", "0"], "engine.tensor_parallel_size"),
+        (["--replicas", "-1"], "replicas.num"),
+        (["--port", "70000"], "http.port"),
+        (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
+    ],
+)
+def test_serve_refuses_before_it_starts_anything(argv, key, capsys):
+    assert main(["serve", *argv]) == 1
+    assert key in capsys.readouterr().err
+
+
+def test_serve_says_when_the_port_is_taken(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 1
+        with pytest.raises(ServerError, match=str(port)):
+            check_port("127.0.0.1", port)
+    error = capsys.readouterr().err
+    assert f"127.0.0.1:{port}" in error and "--port" in error
+
+
+def test_serve_says_when_the_model_is_not_there(tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert main(["serve", "--model", str(empty), "--port", str(port)]) == 1
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_status_and_ingest_without_a_server(tmp_path, capsys):
+    url = "http://127.0.0.1:9"
+    assert main(["status", "--url", url]) == 1
+    assert url in capsys.readouterr().err
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('"one"\n')
+    assert main(["ingest", "--file", str(corpus), "--url", url]) == 1
+    assert url in capsys.readouterr().err
+
+
+def test_ingest_names_the_line_that_is_wrong(tmp_path, capsys):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('"one"\n\n{"text": \n')
+    assert main(["ingest", "--file", str(corpus)]) == 1
+    assert "line 3" in capsys.readouterr().err
+    assert main(["ingest", "--file", str(tmp_path / "none")]) == 1
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Just enough of a server for `ingest` and `status`."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        data = [
+            {"status": "failed" if document == "bad" else "stored", "num_tokens": 2}
+            for document in body["documents"]
+        ]
+        self._answer({"data": data})
+
+    def do_GET(self) -> None:
+        replica = {
+            "replica": "r1",
+            "num_running": 2,
+            "num_resident_chunks": 3,
+            "num_ingest_backlog": 0,
+            "reuse_refusal": None,
+        }
+        self._answer({"status": "ok", "model": "m", "num_waiting": 1, "replicas": [replica]})
+
+    def log_message(self, *_: object) -> None: ...
+
+    def _answer(self, body: object) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_ingest_counts_and_status_shows(url: str, tmp_path: Path, capsys):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(f'"document {i}"\n' for i in range(10)))
+    assert main(["ingest", "--file", str(corpus), "--url", url]) == 0
+    out = capsys.readouterr().out
+    assert "10 of 10 documents" in out and "20 tokens" in out and "10 stored" in out
+    corpus.write_text('"bad"\n"good"\n')
+    assert main(["ingest", "--file", str(corpus), "--url", url]) == 1
+    assert main(["status", "--url", url]) == 0
+    assert "replica r1: 2 running" in capsys.readouterr().out

@@ -1,0 +1,161 @@
+"""Settings: where they come from, which wins, and what is refused with which key."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from deploy.app import AppArgs, check_host_tier, cluster_config, engine_config, kv_bytes_per_token
+from deploy.settings import SettingsError, load_settings
+from planner import Signal
+from tests.fakes.byte_tokenizer import write_model_dir
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Any:
+    def write(content: Any) -> Path:
+        path = tmp_path / "server.yaml"
+        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        return path
+
+    return write
+
+
+def test_defaults_serve_the_small_model_on_loopback():
+    settings = load_settings()
+    assert settings.model.name_or_dir == settings.served_name == "smollm2-135m-instruct"
+    assert (settings.http.host, settings.http.port) == ("127.0.0.1", 8000)
+    assert settings.kv_tier.host.path.parent == Path("/dev/shm")
+
+
+def test_the_command_line_wins_over_environment_over_file(config_file, monkeypatch):
+    path = config_file({"engine": {"max_num_seqs": 2, "slice_layers": 2, "batch_hold_ms": 2}})
+    monkeypatch.setenv("CACHESMITH_ENGINE__MAX_NUM_SEQS", "3")
+    monkeypatch.setenv("CACHESMITH_ENGINE__SLICE_LAYERS", "3")
+    settings = load_settings(config_file=path, overrides={"engine": {"max_num_seqs": 4}})
+    engine = settings.engine
+    assert (engine.max_num_seqs, engine.slice_layers, engine.batch_hold_ms) == (4, 3, 2)
+
+
+def test_sizes_and_nested_values_are_readable(config_file, monkeypatch):
+    path = config_file({"kv_tier": {"host": {"capacity_bytes": "2GiB"}}})
+    monkeypatch.setenv("CACHESMITH_ENGINE__VLLM", '{"enforce_eager": true}')
+    settings = load_settings(config_file=path)
+    assert settings.kv_tier.host.capacity_bytes == 2 << 30
+    assert engine_config(settings).vllm == {"enforce_eager": True}
+    assert engine_config(settings).host_tier_bytes == 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"modle": {}}, "modle"),
+        ({"model": {"name": "x"}}, "model.name"),
+        ({"kv_tier": {"host": {"size": 1}}}, "kv_tier.host.size"),
+        ({"kv_tier": {"redis": {}}}, "kv_tier.redis"),
+        ({"engine": {"tensor_parallel_size": 0}}, "engine.tensor_parallel_size"),
+        ({"engine": {"tensor_parallel_size": "two"}}, "engine.tensor_parallel_size"),
+        ({"engine": {"batch_hold_ms": -1}}, "engine.batch_hold_ms"),
+        ({"replicas": {"num": 0}}, "replicas.num"),
+        ({"replicas": {"cpus_per_replica": 0}}, "replicas.cpus_per_replica"),
+        ({"replicas": {"gpus_per_rank": 2}}, "replicas.gpus_per_rank"),
+        ({"planner": {"floor": 0.5, "saturation": 0.5}}, "planner.saturation"),
+        ({"planner": {"floor": -0.1}}, "planner.floor"),
+        ({"planner": {"signal": "luck"}}, "planner.signal"),
+        ({"scheduler": {"max_waiting": 0}}, "scheduler.max_waiting"),
+        ({"scheduler": {"default_ttft_slo_ms": 0}}, "scheduler.default_ttft_slo_ms"),
+        ({"http": {"port": 70000}}, "http.port"),
+        ({"http": {"port": 0}}, "http.port"),
+        ({"kv_tier": {"host": {"capacity_bytes": 10}}}, "kv_tier.host.capacity_bytes"),
+        ({"prompt": {"document_template": "{title}"}}, "prompt.document_template"),
+        ({"prompt": {"max_chunk_tokens": 0}}, "prompt.max_chunk_tokens"),
+        ({"model": {"dtype": "int4"}}, "model.dtype"),
+        ({"model": {"name_or_dir": ""}}, "model.name_or_dir"),
+    ],
+)
+def test_unknown_keys_and_impossible_values_are_named(config_file, content, key):
+    with pytest.raises(SettingsError) as error:
+        load_settings(config_file=config_file(content))
+    assert any(line.startswith(f"{key}: ") for line in str(error.value).splitlines())
+
+
+def test_wrong_files_are_told_apart(config_file, tmp_path):
+    for path, reason in (
+        (tmp_path / "none.yaml", "can not read"),
+        (config_file("a: [1"), "not valid YAML"),
+    ):
+        with pytest.raises(SettingsError, match=reason):
+            load_settings(config_file=path)
+    with pytest.raises(SettingsError, match="sections"):
+        load_settings(config_file=config_file("- 1"))
+    assert load_settings(config_file=config_file("")) == load_settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "key"),
+    [
+        ("CACHESMITH_HTTP__PORT", "x", "http.port"),
+        ("CACHESMITH_HTTP__PROT", "1", "http.prot"),
+        ("CACHESMITH_HTPP__PORT", "1", "CACHESMITH_HTPP__PORT"),
+    ],
+)
+def test_wrong_environment(monkeypatch, name, value, key):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=key):
+        load_settings()
+
+
+@pytest.mark.parametrize(
+    ("name_or_dir", "served"), [("org/name", "org/name"), ("/models/tiny/", "tiny")]
+)
+def test_served_names(name_or_dir, served):
+    settings = load_settings(overrides={"model": {"name_or_dir": name_or_dir}})
+    assert settings.served_name == served
+
+
+def test_settings_reach_the_parts():
+    settings = load_settings(
+        overrides={
+            "engine": {"tensor_parallel_size": 2, "max_num_seqs": 4},
+            "planner": {"signal": "qci", "floor": 0.1},
+            "scheduler": {"max_waiting": 9, "default_ttft_slo_ms": 700},
+            "replicas": {"num": 3},
+        }
+    )
+    config = cluster_config(settings, has_gpus=True)
+    scheduler = config.ingress.scheduler
+    assert config.gpus_per_replica == 2 and config.num_replicas == 3
+    assert config.max_ongoing_per_replica == 16
+    assert scheduler.fcfs.max_waiting == 9 and scheduler.planner.signal is Signal.QCI
+    assert scheduler.planner.band.floor == 0.1 and config.ingress.default_ttft_slo_ms == 700
+    assert cluster_config(settings, has_gpus=False).gpus_per_replica == 0
+
+
+def test_a_host_tier_smaller_than_one_chunk_is_refused(tmp_path):
+    folder = write_model_dir(tmp_path)
+    (folder / "config.json").write_text(
+        '{"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9,'
+        ' "num_key_value_heads": 3, "dtype": "bfloat16"}'
+    )
+    assert kv_bytes_per_token(folder, "auto") == 2 * 30 * 3 * 64 * 2
+    assert kv_bytes_per_token(folder, "float32") == 2 * 30 * 3 * 64 * 4
+    check_host_tier(load_settings(), folder)
+    small = load_settings(overrides={"kv_tier": {"host": {"capacity_bytes": "2MiB"}}})
+    with pytest.raises(SettingsError, match=r"kv_tier\.host\.capacity_bytes"):
+        check_host_tier(small, folder)
+
+
+def test_serve_args_do_not_read_the_environment(monkeypatch):
+    monkeypatch.setenv("CACHESMITH_HTTP__PORT", "9999")
+    assert AppArgs.model_validate({"replicas": {"num": 2}}).http.port == 8000
+    with pytest.raises(ValidationError, match="extra_forbidden"):
+        AppArgs.model_validate({"replica": {}})
+
+
+def test_the_serve_config_in_the_repository_is_valid():
+    path = Path(__file__).resolve().parents[2] / "deploy" / "serve.yaml"
+    (app,) = yaml.safe_load(path.read_text())["applications"]
+    assert app["import_path"] == "deploy.app:build"
+    AppArgs.model_validate(app["args"])
