@@ -58,19 +58,16 @@ class PagedSink:
         self._slots = prefill.batch.slots(self._block_size)
         self._offsets = prefill.batch.offsets
         self._dropped: set[int] = set()
-        self._find_rows()
 
     def drop(self, request_idx: int) -> None:
         """Write nothing more of this request: its blocks and its space belong to others now."""
         self._dropped.add(request_idx)
         self._slots[self._offsets[request_idx] : self._offsets[request_idx + 1]] = -1
-        self._find_rows()
 
-    def write(self, layer: int, k: Tensor, v: Tensor, rows: Tensor | None = None) -> None:
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         attn = self._model.attention_layer(layer)
-        at = self._rows if rows is None else rows[self._slots[rows] >= 0]
-        if len(at) > 0:
-            attn.impl.do_kv_cache_update(attn, k[at], v[at], attn.kv_cache, self._slots[at])
+        # vLLM's kernels skip rows whose slot is negative, as in its own padded batches
+        attn.impl.do_kv_cache_update(attn, k, v, attn.kv_cache, self._slots)
 
     def capture(
         self, request_idx: int, location: ChunkLocation, layer: int, k: Tensor, v: Tensor
@@ -81,9 +78,6 @@ class PagedSink:
             self._arena.write_header(location)
         head = self._model.kv_head_start
         self._arena.write_layer(location, layer, head, k.transpose(0, 1), v.transpose(0, 1))
-
-    def _find_rows(self) -> None:
-        self._rows = (self._slots >= 0).nonzero()[:, 0]
 
 
 class _RunningBatch:

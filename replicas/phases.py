@@ -43,8 +43,8 @@ class KvSource(Protocol):
 class KvSink(Protocol):
     """Where finished KV goes."""
 
-    def write(self, layer: int, k: Tensor, v: Tensor, rows: Tensor | None = None) -> None:
-        """Rotated K and V of rows (all if None) into the engine's cache.
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """One layer's rotated K and V of every row of the batch into the engine's cache.
 
         k, v: [num_rows, num_kv_heads, head_dim]
         """
@@ -257,12 +257,15 @@ class ThreePhasePrefill:
                 if layer in self._fresh:
                     fresh_rows, fresh_k, fresh_v = self._fresh.pop(layer)
                     k[fresh_rows], v[fresh_rows] = fresh_k, fresh_v
-                projected = model.project(layer, stream)
-                k[rows] = model.rotate(layer, patched.positions, projected.k)
-                v[rows] = projected.v
-                self._sink.write(layer, k, v)
-                if layer < model.num_layers - 1:
-                    stream = self._attend(layer, projected, k, v, patched)
+                if len(rows) == 0:  # all is stored but the last token; kernels want a row
+                    self._sink.write(layer, k, v)
+                else:
+                    projected = model.project(layer, stream)
+                    k[rows] = model.rotate(layer, patched.positions, projected.k)
+                    v[rows] = projected.v
+                    self._sink.write(layer, k, v)
+                    if layer < model.num_layers - 1:
+                        stream = self._attend(layer, projected, k, v, patched)
             yield
 
     # ---- parts ----

@@ -78,8 +78,7 @@ class DenseSink:
         self.layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
         self._source = source
 
-    def write(self, layer: int, k: Tensor, v: Tensor, rows: Tensor | None = None) -> None:
-        assert rows is None
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.layers[layer] = (k.clone(), v.clone())
 
     def capture(self, request_idx, location, layer, k, v) -> None:

@@ -74,6 +74,16 @@ async def test_one_chunk_behind_its_own_anchor_needs_no_recomputation(engine):
             assert_same(reused, plain)
 
 
+async def test_nothing_but_the_last_token_to_compute(engine):
+    """A prompt of one stored chunk and one token: the Patch has no row at all."""
+    request = make_request(random.Random(8), [60], prefix=0, suffix=1)
+    await store(engine, request)
+    for plan in ({"coverage": 0.0, "warmup_depth": 0, "probe_len": 0}, {"coverage": 0.0}):
+        answer = await ask(engine, request, make_ticket(**plan))
+        assert answer.result.num_recomputed_tokens == 1
+    assert_same(await ask(engine, request, make_ticket(coverage=1.0)), await ask(engine, request))
+
+
 async def test_full_reuse_of_several_chunks_is_not_exact(engine):
     """The control of the tests above: reused KV really is used."""
     rng = random.Random(2)

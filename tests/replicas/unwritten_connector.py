@@ -9,8 +9,8 @@ __all__ = ["CacheSmithConnector"]
 
 
 class UnwrittenSink(connector_worker.PagedSink):
-    def write(self, layer, k, v, rows=None):
-        super().write(layer, torch.zeros_like(k), torch.zeros_like(v), rows)
+    def write(self, layer, k, v):
+        super().write(layer, torch.zeros_like(k), torch.zeros_like(v))
 
 
 connector_worker.PagedSink = UnwrittenSink
