@@ -6,9 +6,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.cluster.harness import chat_body, free_port
@@ -48,9 +50,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield run
     for process in processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        for pid in processes_of_session(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def read_until(process: "subprocess.Popen[str]", text: str) -> str:
@@ -65,9 +68,9 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> str:
     )
 
 
-def processes_of_session(session_id: int) -> list[str]:
-    """Command lines of what is left of a process and all that it started."""
-    left = []
+def processes_of_session(session_id: int) -> dict[int, str]:
+    """What is left of a process and all that it started: command line by process id."""
+    left = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -76,8 +79,19 @@ def processes_of_session(session_id: int) -> list[str]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if int(stat[3]) == session_id and stat[0] != "Z":
-                left.append(command)
+                left[int(entry.name)] = command
     return left
+
+
+def open_listeners(session_id: int) -> set[str]:
+    """Which processes of a session listen on more than loopback."""
+    found = set()
+    for pid, command in processes_of_session(session_id).items():
+        for connection in psutil.Process(pid).net_connections(kind="inet"):
+            address = connection.laddr.ip if connection.laddr else ""
+            if connection.status == "LISTEN" and not address.endswith(("127.0.0.1", "::1")):
+                found.add(command.strip())
+    return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -88,13 +102,21 @@ def test_serve_until_a_signal(start: Start, tmp_path: Path, number: int):
     assert "starting Ray" in output and "fake-model" in output
     url = f"http://127.0.0.1:{port}"
     assert httpx.get(f"{url}/health", timeout=10.0).status_code == 200
+    # Serve's own gRPC servers can not be told where to listen: those calls need a token
+    assert open_listeners(server.pid) <= {
+        "ray::ServeReplica:cachesmith:Replica",
+        "ray::ServeReplica:cachesmith:Ingress",
+    }
     answer = httpx.post(f"{url}/v1/chat/completions", json=chat_body(max_tokens=2), timeout=30.0)
     assert answer.json()["choices"][0]["message"]["content"] == "t0 t1 "
-    os.killpg(server.pid, number)  # as Ctrl-C does: to everything in the terminal
+    if number == signal.SIGINT:
+        os.killpg(server.pid, number)  # Ctrl-C goes to everything in the terminal
+    else:
+        server.send_signal(number)
     out, err = server.communicate(timeout=60)
     assert server.returncode == 0, err
     assert "stopped" in out and "Traceback" not in err
-    assert processes_of_session(server.pid) == []
+    assert processes_of_session(server.pid) == {}
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
 
@@ -108,4 +130,4 @@ def test_a_replica_that_can_not_start_is_shown(start: Start, tmp_path: Path):
     assert server.returncode == 1
     assert "the fake engine is told to be broken" in err
     assert time.monotonic() - started < 90
-    assert processes_of_session(server.pid) == []
+    assert processes_of_session(server.pid) == {}

@@ -1,0 +1,403 @@
+"""The HTTP API: routes, error shapes, plain and streamed answers. FastAPI, without Ray."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Annotated, Any, TypeVar
+
+from fastapi import FastAPI, Header, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.api_types import (
+    CachesmithOptions,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    IngestRequest,
+)
+from cluster.errors import ApiError
+from cluster.gateway import Gateway, Job, Piece
+from cluster.messages import IngestResult
+from cluster.openai_format import DONE_EVENT, ResponseFormat, sse_event
+from cluster.prompt import Prompt, PromptBuilder
+from cluster.validation import slo_header, validation_error
+from kv_tier.keys import content_id
+from planner import Clock
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ARRIVED = "cachesmith.arrived_ms"
+SloHeader = Annotated[str | None, Header(alias="x-slo-ttft-ms")]
+
+
+class ApiFront:
+    """What the routes do, over a gateway. Tokenising has a thread of its own."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        prompts: PromptBuilder,
+        clock: Clock,
+        *,
+        model_name: str,
+        default_ttft_slo_ms: float,
+    ) -> None:
+        self.gateway = gateway
+        self.model_name = model_name
+        self._prompts = prompts
+        self._clock = clock
+        self._default_ttft_slo_ms = default_ttft_slo_ms
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+
+    async def chat(
+        self, body: ChatCompletionRequest, request: Request, slo: str | None
+    ) -> Response:
+        self._check_model(body.model)
+        ttft_slo_ms = self._ttft_slo_ms(body, slo)
+        prompt = await self._in_thread(self._prompts.chat, body.messages, body.documents or [])
+        return await self._answer(body, prompt, request, ttft_slo_ms, chat=True)
+
+    async def complete(
+        self, body: CompletionRequest, request: Request, slo: str | None
+    ) -> Response:
+        self._check_model(body.model)
+        ttft_slo_ms = self._ttft_slo_ms(body, slo)
+        prompt = await self._in_thread(self._prompts.plain, body.prompt, body.documents or [])
+        if prompt.num_tokens == 0:
+            raise ApiError(400, "prompt: must not be empty", param="prompt")
+        return await self._answer(body, prompt, request, ttft_slo_ms, chat=False)
+
+    async def ingest(self, body: IngestRequest) -> dict[str, Any]:
+        salt = body.cache_salt or ""
+        documents = await self._in_thread(self._prompts.document_chunks, body.documents)
+        unique = list(dict.fromkeys(chunk for pieces in documents for chunk in pieces))
+        nodes = await self.gateway.ingest(unique, cache_salt=salt)
+        results = {
+            chunk: {node_id: results[i] for node_id, results in nodes.items()}
+            for i, chunk in enumerate(unique)
+        }
+        data: list[dict[str, Any]] = []
+        for index, (document, pieces) in enumerate(zip(body.documents, documents, strict=True)):
+            head = {"object": "chunk", "document": index, "document_id": document.id}
+            if not pieces:
+                data.append({"id": None, **head, "num_tokens": 0, "status": "empty", "nodes": {}})
+            for chunk in pieces:
+                data.append(
+                    {
+                        "id": content_id(chunk, cache_salt=salt),
+                        **head,
+                        "num_tokens": len(chunk),
+                        **_ingest_status(results[chunk]),
+                    }
+                )
+        return {"object": "list", "data": data}
+
+    async def show_chunk(self, chunk_id: str) -> dict[str, Any]:
+        found = await self.gateway.find_chunk(chunk_id)
+        if not found:
+            raise _no_chunk(chunk_id)
+        stored = next(iter(found.values()))
+        return {
+            "id": chunk_id,
+            "object": "chunk",
+            "num_tokens": stored.num_tokens,
+            "nbytes": stored.nbytes,
+            "tier": stored.tier,
+            "nodes": sorted(found),
+        }
+
+    async def delete_chunk(self, chunk_id: str) -> dict[str, Any]:
+        if not await self.gateway.delete_chunk(chunk_id):
+            raise _no_chunk(chunk_id)
+        return {"id": chunk_id, "object": "chunk", "deleted": True}
+
+    def health(self) -> Response:
+        """200 once the scheduler answers and a replica is ready."""
+        status = self.gateway.status
+        reason = None
+        if status is None:
+            reason = "the scheduler does not answer"
+        elif not status.ready:
+            reason = "no replica is ready"
+        if reason is not None:
+            body = {"status": "unavailable", "reason": reason}
+            return JSONResponse(body, status_code=503, headers={"Retry-After": "1"})
+        assert status is not None
+        return JSONResponse(
+            {
+                "status": "ok",
+                "model": self.model_name,
+                "num_waiting": status.num_waiting,
+                "replicas": [
+                    {
+                        "replica": r.replica_id,
+                        "num_running": r.num_running,
+                        "num_resident_chunks": r.num_resident_chunks,
+                        "num_ingest_backlog": r.num_ingest_backlog,
+                        "reuse_refusal": r.info.reuse_refusal if r.info else None,
+                    }
+                    for r in status.ready
+                ],
+            }
+        )
+
+    def models(self) -> dict[str, Any]:
+        model = {
+            "id": self.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "cachesmith",
+            "max_model_len": self.gateway.max_model_len,
+        }
+        return {"object": "list", "data": [model]}
+
+    # --- answering ---------------------------------------------------------------------------
+
+    async def _answer(
+        self,
+        body: GenerationRequest,
+        prompt: Prompt,
+        request: Request,
+        ttft_slo_ms: float,
+        *,
+        chat: bool,
+    ) -> Response:
+        max_tokens = self.gateway.max_tokens(
+            prompt, body.token_limit, prompt_param="messages" if chat else "prompt"
+        )
+        policy, config = (body.cachesmith or CachesmithOptions()).resolve()
+        job = Job(
+            prompt=prompt,
+            ttft_slo_ms=ttft_slo_ms,
+            sampling=body.sampling(max_tokens),
+            arrived_ms=request.scope[_ARRIVED],
+            cache_salt=body.cache_salt or "",
+            policy=policy,
+            config=config,
+        )
+        answer_format = ResponseFormat(
+            chat=chat,
+            response_id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=self.model_name,
+            num_prompt_tokens=prompt.num_tokens,
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+        )
+        if body.stream:
+            return await _open_stream(self.gateway.run(job), answer_format)
+        texts: list[str] = []
+        last: Piece | None = None
+        async with aclosing(self.gateway.run(job)) as pieces:
+            async for piece in pieces:
+                texts.append(piece.text)
+                last = piece
+        assert last is not None  # the gateway gives a last piece or raises
+        return JSONResponse(answer_format.response("".join(texts), last))
+
+    def _check_model(self, model: str) -> None:
+        if model != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {model!r} does not exist; this server has {self.model_name!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+    def _ttft_slo_ms(self, body: GenerationRequest, header: str | None) -> float:
+        from_header = None if header is None else slo_header(header)
+        if body.slo is not None:
+            return body.slo.ttft_ms
+        return from_header or self._default_ttft_slo_ms
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *args)
+
+
+async def _open_stream(
+    pieces: AsyncGenerator[Piece, None], answer_format: ResponseFormat
+) -> StreamingResponse:
+    """Wait for the first piece, so that what fails before it still gets its own HTTP status."""
+    try:
+        first = await anext(pieces)
+    except BaseException:
+        await pieces.aclose()
+        raise
+    return _EventStream(pieces, _events(first, pieces, answer_format))
+
+
+async def _events(
+    first: Piece, pieces: AsyncGenerator[Piece, None], answer_format: ResponseFormat
+) -> AsyncGenerator[str, None]:
+    """The whole stream. An error after the first token is its last event, without [DONE]."""
+    if opening := answer_format.first_event():
+        yield opening
+    yield answer_format.event(first)
+    last = first
+    try:
+        async for piece in pieces:
+            yield answer_format.event(piece)
+            last = piece
+    except ApiError as exc:
+        yield sse_event(exc.body())
+        return
+    except Exception:
+        log.exception("stream_failed response_id=%s", answer_format.response_id)
+        yield sse_event(_INTERNAL_ERROR.body())
+        return
+    if answer_format.include_usage:
+        yield answer_format.usage_event(last)
+    yield DONE_EVENT
+
+
+class _EventStream(StreamingResponse):
+    """Closes the answer with the connection, however that ends, so that its blocks are freed."""
+
+    def __init__(
+        self, pieces: AsyncGenerator[Piece, None], events: AsyncGenerator[str, None]
+    ) -> None:
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._open = (events, pieces)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for iterator in self._open:
+                await iterator.aclose()
+
+
+_INTERNAL_ERROR = ApiError(500, "internal server error", code="internal_error")
+
+
+class _ArrivalStamp:
+    """Notes when a request arrived, before its body is read."""
+
+    def __init__(self, app: ASGIApp, clock: Clock) -> None:
+        self._app = app
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_ARRIVED] = self._clock.now_ms()
+        await self._app(scope, receive, send)
+
+
+def create_api(front: ApiFront, clock: Clock, *, version: str) -> FastAPI:
+    """The application with all routes and error handlers."""
+    app = FastAPI(
+        title="CacheSmith",
+        version=version,
+        summary="RAG serving with chunk KV reuse under latency objectives",
+        strict_content_type=False,
+    )
+    app.add_middleware(_ArrivalStamp, clock=clock)
+    _add_error_handlers(app)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(
+        body: ChatCompletionRequest, request: Request, slo: SloHeader = None
+    ) -> Response:
+        """Answer a conversation; `documents` go before the last user message."""
+        return await front.chat(body, request, slo)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(
+        body: CompletionRequest, request: Request, slo: SloHeader = None
+    ) -> Response:
+        """Continue a prompt; `documents` go before it."""
+        return await front.complete(body, request, slo)
+
+    @app.post("/v1/chunks")
+    async def ingest(body: IngestRequest) -> dict[str, Any]:
+        """Compute the documents' chunks ahead, on every node."""
+        return await front.ingest(body)
+
+    @app.get("/v1/chunks/{chunk_id}")
+    async def show_chunk(chunk_id: str) -> dict[str, Any]:
+        return await front.show_chunk(chunk_id)
+
+    @app.delete("/v1/chunks/{chunk_id}")
+    async def delete_chunk(chunk_id: str) -> dict[str, Any]:
+        return await front.delete_chunk(chunk_id)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return front.models()
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        """200 once requests can be served, 503 with a reason before."""
+        return front.health()
+
+    @app.get("/ping", response_class=PlainTextResponse)
+    async def ping() -> str:
+        """200 as long as this process answers at all."""
+        return "pong"
+
+    @app.get("/version")
+    async def show_version() -> dict[str, str]:
+        return {"version": version}
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        """Prometheus text; the same whichever ingress answers."""
+        text = await front.gateway.metrics_text()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error in OpenAI's shape."""
+
+    async def refused(_: Request, exc: Exception) -> Response:
+        assert isinstance(exc, ApiError)
+        return JSONResponse(exc.body(), status_code=exc.status, headers=exc.headers())
+
+    async def invalid(request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, RequestValidationError)
+        return await refused(request, validation_error(exc.errors()))
+
+    async def no_route(request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, HTTPException)
+        message = f"{request.method} {request.url.path}: {exc.detail}"
+        return await refused(request, ApiError(exc.status_code, message, code="http_error"))
+
+    async def internal(request: Request, exc: Exception) -> Response:
+        log.error("request_failed path=%s", request.url.path, exc_info=exc)
+        return await refused(request, _INTERNAL_ERROR)
+
+    app.add_exception_handler(ApiError, refused)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, no_route)
+    app.add_exception_handler(Exception, internal)
+
+
+def _ingest_status(nodes: dict[str, IngestResult]) -> dict[str, Any]:
+    """`stored` on all nodes, `partial` on some, `failed` on none."""
+    stored = [result for result in nodes.values() if result.stored is not None]
+    status = "failed" if not stored else "stored" if len(stored) == len(nodes) else "partial"
+    return {"status": status, "nodes": {node: _node_status(r) for node, r in nodes.items()}}
+
+
+def _node_status(result: IngestResult) -> dict[str, Any]:
+    if result.stored is None:
+        return {"status": "failed", "error": result.error}
+    return {"status": "stored", "tier": result.stored.tier, "nbytes": result.stored.nbytes}
+
+
+def _no_chunk(chunk_id: str) -> ApiError:
+    return ApiError(
+        404, f"no chunk {chunk_id!r} is stored", code="chunk_not_found", param="chunk_id"
+    )

@@ -1,0 +1,423 @@
+"""One request from its token ids to its last token: admission, replica, and what may fail between.
+
+No HTTP and no Ray here: the ports below are the scheduler and the replicas, cluster/api.py makes
+HTTP of the answers.
+"""
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from cluster.config import GatewayConfig
+from cluster.errors import ApiError, ReplicaLostError, SchedulerGoneError
+from cluster.messages import (
+    AnsweredBy,
+    IngestResult,
+    Refusal,
+    RequestOutcome,
+    SchedulerStatus,
+)
+from cluster.prompt import Prompt
+from kv_tier.keys import content_id
+from planner import (
+    ChunkRef,
+    Clock,
+    PrefillResult,
+    RagRequest,
+    RecomputeConfig,
+    RequestPlan,
+    RequestProfile,
+    SamplingOptions,
+    Ticket,
+)
+from replicas.interface import GenerationDelta, StoredChunk
+
+log = logging.getLogger(__name__)
+
+
+class SchedulerPort(Protocol):
+    @property
+    def status(self) -> SchedulerStatus | None:
+        """The latest known status, None while the scheduler does not answer."""
+        ...
+
+    async def admit(self, profile: RequestProfile) -> Ticket | Refusal:
+        """Raises SchedulerGoneError when there is no scheduler for too long."""
+        ...
+
+    def abandon(self, request_id: str) -> None: ...
+
+    def record(self, outcome: RequestOutcome) -> None: ...
+
+    def replica_lost(self, replica_id: str) -> None: ...
+
+    async def metrics_text(self) -> bytes: ...
+
+
+class ReplicaPort(Protocol):
+    """Calls to one replica. All raise ReplicaLostError when it is gone."""
+
+    def generate(
+        self, ticket: Ticket, request: RagRequest
+    ) -> AsyncGenerator[GenerationDelta | Refusal | AnsweredBy, None]: ...
+
+    async def ingest(
+        self, replica_id: str, chunks: Sequence[tuple[int, ...]], *, cache_salt: str
+    ) -> list[IngestResult]: ...
+
+    async def find_chunk(self, replica_id: str, chunk_id: str) -> StoredChunk | None: ...
+
+    async def delete_chunk(self, replica_id: str, chunk_id: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request as the gateway takes it: tokens, objective, policy, options."""
+
+    prompt: Prompt
+    ttft_slo_ms: float
+    sampling: SamplingOptions
+    arrived_ms: float
+    cache_salt: str = ""
+    policy: str = "adaptive"
+    config: RecomputeConfig | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """Everything known about a finished answer, for the response's `cachesmith` field."""
+
+    result: PrefillResult
+    plan: RequestPlan
+    queue_ms: float
+    ttft_ms: float
+    ttft_slo_ms: float
+    replica_id: str
+
+    @property
+    def slo_met(self) -> bool:
+        return self.ttft_ms <= self.ttft_slo_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """New text of an answer. The last piece has `finish_reason` and `served`."""
+
+    text: str
+    num_generated: int
+    finish_reason: str | None = None
+    served: Served | None = None
+
+
+class Gateway:
+    """Takes jobs through scheduler and replicas. One object serves all requests of an ingress."""
+
+    def __init__(
+        self,
+        scheduler: SchedulerPort,
+        replicas: ReplicaPort,
+        config: GatewayConfig,
+        clock: Clock,
+    ) -> None:
+        self._scheduler = scheduler
+        self._replicas = replicas
+        self._config = config
+        self._clock = clock
+        self._floor_batch_ids = itertools.count(-1, -1)
+
+    @property
+    def status(self) -> SchedulerStatus | None:
+        return self._scheduler.status
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The model's limit, as configured or as the ready replicas say."""
+        status = self._scheduler.status
+        reported = status.max_model_len if status else None
+        return reported or self._config.max_model_len
+
+    def max_tokens(self, prompt: Prompt, asked: int | None, *, prompt_param: str) -> int:
+        """How many tokens to generate at most. Raises ApiError where prompt and answer do not fit.
+
+        While no replica has said its limit, the engine's own check is the only one.
+        """
+        limit = self.max_model_len
+        num_prompt = prompt.num_tokens
+        if limit is None:
+            return asked or self._config.default_max_tokens
+        if num_prompt >= limit:
+            raise ApiError(
+                400,
+                f"the prompt has {num_prompt} tokens, the model's limit is {limit} tokens for "
+                "prompt and answer together",
+                code="context_length_exceeded",
+                param=prompt_param,
+            )
+        if asked is not None and num_prompt + asked > limit:
+            raise ApiError(
+                400,
+                f"the prompt has {num_prompt} tokens and {asked} more were asked for: together "
+                f"{num_prompt + asked}, over the model's limit of {limit} tokens",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
+        return asked or min(self._config.default_max_tokens, limit - num_prompt)
+
+    async def run(self, job: Job) -> AsyncGenerator[Piece, None]:
+        """The answer in pieces. Raises ApiError, before the first piece or between two.
+
+        A replica that is lost before the first token is made good by another admission; after it,
+        the request fails once, so that nothing is answered twice. Closing the iterator or
+        cancelling its task gives up whatever the request holds.
+        """
+        request_id = uuid.uuid4().hex
+        outcome = RequestOutcome(outcome="error", policy=job.policy)
+        retries = 0
+        try:
+            while True:
+                ticket_id = f"{request_id}-{retries}"
+                ticket = await self._admit(job, ticket_id)
+                outcome = replace(outcome, queue_ms=ticket.queue_ms)
+                answered = False
+                try:
+                    async with aclosing(self._generate(job, ticket_id, ticket)) as pieces:
+                        async for piece in pieces:
+                            answered = True
+                            if piece.served is not None:
+                                outcome = _outcome_of(piece.served, job, piece.num_generated)
+                            yield piece
+                    return
+                except ReplicaLostError as exc:
+                    log.warning("replica_lost replica=%s reason=%s", ticket.replica_id, exc)
+                    if ticket.replica_id:
+                        self._scheduler.replica_lost(ticket.replica_id)
+                    self._scheduler.abandon(ticket_id)
+                    retries += 1
+                    if answered:
+                        raise ApiError(
+                            500,
+                            "the replica ended while it was answering; the answer is incomplete",
+                            code="replica_lost",
+                        ) from None
+                    if retries >= self._config.max_attempts:
+                        raise ApiError(
+                            503,
+                            f"{retries} replicas ended before the first token",
+                            code="replica_lost",
+                            retry_after_s=2.0,
+                        ) from None
+        except ApiError as exc:
+            kind = "error" if exc.status >= 500 and exc.status != 503 else "rejected"
+            outcome = replace(outcome, outcome=kind)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            if outcome.outcome != "ok":
+                outcome = replace(outcome, outcome="cancelled")
+            raise
+        finally:
+            self._scheduler.record(replace(outcome, num_retries=retries))
+
+    async def _admit(self, job: Job, ticket_id: str) -> Ticket:
+        profile = RequestProfile(
+            request_id=ticket_id,
+            num_prefix_tokens=len(job.prompt.prefix_ids),
+            chunks=tuple(
+                ChunkRef(chunk_id=content_id(ids, cache_salt=job.cache_salt), num_tokens=len(ids))
+                for ids in job.prompt.chunks
+            ),
+            num_suffix_tokens=len(job.prompt.suffix_ids),
+            ttft_slo_ms=job.ttft_slo_ms,
+            elapsed_ms=self._clock.now_ms() - job.arrived_ms,
+            policy=job.policy,
+            config=job.config,
+        )
+        try:
+            ticket = await self._scheduler.admit(profile)
+        except SchedulerGoneError:
+            log.warning("scheduler_gone request_id=%s", ticket_id)
+            return self._floor_ticket(job)
+        if isinstance(ticket, Refusal):
+            raise _error_of(ticket)
+        return ticket
+
+    def _floor_ticket(self, job: Job) -> Ticket:
+        """Without a scheduler: any replica, a batch of its own, as little work as is sensible."""
+        planner = self._config.planner
+        config = job.config or RecomputeConfig(
+            signal=planner.signal,
+            warmup_depth=planner.warmup_depth,
+            probe_len=planner.probe_len,
+            coverage=planner.band.floor,
+        )
+        warmup_depth, probe_len = config.depths(self._config.num_layers)
+        return Ticket(
+            replica_id="",
+            batch_id=next(self._floor_batch_ids),
+            batch_size=1,
+            plan=RequestPlan(
+                policy=job.policy,
+                signal=config.signal,
+                warmup_depth=warmup_depth,
+                probe_len=probe_len,
+                coverage=config.coverage,
+                expected_ms=0.0,
+                budget_ms=0.0,
+            ),
+            queue_ms=0.0,
+        )
+
+    async def _generate(
+        self, job: Job, ticket_id: str, ticket: Ticket
+    ) -> AsyncGenerator[Piece, None]:
+        request = RagRequest(
+            request_id=ticket_id,
+            prefix_ids=job.prompt.prefix_ids,
+            chunks=job.prompt.chunks,
+            suffix_ids=job.prompt.suffix_ids,
+            ttft_slo_ms=job.ttft_slo_ms,
+            cache_salt=job.cache_salt,
+            sampling=job.sampling,
+        )
+        replica_id = ticket.replica_id
+        ttft_ms: float | None = None
+        complete = False
+        async with aclosing(self._replicas.generate(ticket, request)) as deltas:
+            while True:
+                delta = await self._next(deltas, first=ttft_ms is None)
+                if delta is None:
+                    break
+                if isinstance(delta, Refusal):
+                    raise _error_of(delta)
+                if isinstance(delta, AnsweredBy):
+                    replica_id = delta.replica_id
+                    continue
+                if ttft_ms is None:
+                    ttft_ms = self._clock.now_ms() - job.arrived_ms
+                served = None
+                if delta.result is not None:
+                    complete = True
+                    served = Served(
+                        result=delta.result,
+                        plan=ticket.plan,
+                        queue_ms=ticket.queue_ms,
+                        ttft_ms=ttft_ms,
+                        ttft_slo_ms=job.ttft_slo_ms,
+                        replica_id=replica_id,
+                    )
+                yield Piece(
+                    text=delta.text,
+                    num_generated=delta.num_generated,
+                    finish_reason=delta.finish_reason,
+                    served=served,
+                )
+        if not complete:
+            raise ReplicaLostError("the replica's answer stopped before its end")
+
+    async def _next(
+        self, deltas: AsyncIterator[GenerationDelta | Refusal | AnsweredBy], *, first: bool
+    ) -> GenerationDelta | Refusal | AnsweredBy | None:
+        """The next delta, None at the end; the first one within a bound."""
+        timeout_s = self._config.first_token_timeout_s if first else None
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await anext(deltas, None)
+        except TimeoutError:
+            raise ApiError(
+                503,
+                f"no token within {timeout_s:.0f} s",
+                code="first_token_timeout",
+                retry_after_s=5.0,
+            ) from None
+
+    # --- chunks ------------------------------------------------------------------------------
+
+    async def ingest(
+        self, chunks: Sequence[tuple[int, ...]], *, cache_salt: str
+    ) -> dict[str, list[IngestResult]]:
+        """Compute and store chunks on every node; node id → results in the order of `chunks`."""
+        nodes = self._nodes()
+        answers = await asyncio.gather(
+            *(
+                self._replicas.ingest(replica_id, chunks, cache_salt=cache_salt)
+                for replica_id in nodes.values()
+            ),
+            return_exceptions=True,
+        )
+        results: dict[str, list[IngestResult]] = {}
+        for node_id, answer in zip(nodes, answers, strict=True):
+            if isinstance(answer, ReplicaLostError):
+                answer = [IngestResult(error="the replica was lost")] * len(chunks)
+            elif isinstance(answer, BaseException):
+                raise answer
+            results[node_id] = answer
+        return results
+
+    async def find_chunk(self, chunk_id: str) -> dict[str, StoredChunk]:
+        """node id → the chunk as stored there; empty if it is nowhere."""
+        found: dict[str, StoredChunk] = {}
+        for node_id, replica_id in self._nodes().items():
+            try:
+                chunk = await self._replicas.find_chunk(replica_id, chunk_id)
+            except ReplicaLostError:
+                continue
+            if chunk is not None:
+                found[node_id] = chunk
+        return found
+
+    async def delete_chunk(self, chunk_id: str) -> bool:
+        deleted = False
+        for replica_id in self._nodes().values():
+            try:
+                deleted |= await self._replicas.delete_chunk(replica_id, chunk_id)
+            except ReplicaLostError:
+                continue
+        return deleted
+
+    async def metrics_text(self) -> bytes:
+        try:
+            return await self._scheduler.metrics_text()
+        except SchedulerGoneError as exc:
+            raise ApiError(503, str(exc), code="scheduler_gone", retry_after_s=1.0) from None
+
+    def _nodes(self) -> dict[str, str]:
+        status = self._scheduler.status
+        nodes = status.one_per_node() if status else {}
+        if not nodes:
+            raise ApiError(503, "no replica is ready", code="no_replica_ready", retry_after_s=2.0)
+        return nodes
+
+
+def _error_of(refusal: Refusal) -> ApiError:
+    return ApiError(
+        refusal.status,
+        refusal.message,
+        code=refusal.code,
+        param=refusal.param,
+        retry_after_s=refusal.retry_after_s,
+    )
+
+
+def _outcome_of(served: Served, job: Job, num_generated: int) -> RequestOutcome:
+    result = served.result
+    return RequestOutcome(
+        outcome="ok",
+        policy=job.policy,
+        queue_ms=served.queue_ms,
+        ttft_ms=served.ttft_ms,
+        slo_met=served.slo_met,
+        coverage=result.coverage if result.num_context_tokens else None,
+        expected_ms=served.plan.expected_ms or None,
+        compute_ms=result.timings.compute_ms,
+        num_prompt_tokens=result.num_prompt_tokens,
+        num_generated_tokens=num_generated,
+        cached_tokens=result.cached_tokens,
+        num_miss_tokens=result.num_miss_tokens,
+        num_recomputed_tokens=result.num_recomputed_tokens,
+        recovered=result.recovered,
+        full_prefill=result.full_prefill,
+    )

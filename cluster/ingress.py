@@ -1,0 +1,76 @@
+"""The ingress' Serve shell: loads the tokenizer, wires ports and gateway, gives Serve the API."""
+
+import asyncio
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from fastapi import FastAPI
+from ray.serve.handle import DeploymentHandle
+
+from cluster.api import ApiFront, create_api
+from cluster.config import GatewayConfig, IngressConfig, SchedulerAddress
+from cluster.gateway import Gateway
+from cluster.prompt import PromptBuilder
+from cluster.ray_ports import RayReplicas, RayScheduler
+from cluster.replica import load_function
+from cluster.tokenizer import HfTokenizer
+from planner import MonotonicClock
+
+
+class Ingress:
+    """One HTTP front. All of them are alike; what they share is in the scheduler actor."""
+
+    async def __init__(
+        self, config: IngressConfig, scheduler: SchedulerAddress, replicas: DeploymentHandle
+    ) -> None:
+        ray_scheduler = RayScheduler(
+            scheduler, config.scheduler, gone_after_s=config.scheduler_gone_s
+        )
+        await ray_scheduler.start()
+        model_dir = await asyncio.to_thread(_model_dir, config)
+        tokenizer = await asyncio.to_thread(HfTokenizer.load, model_dir)
+        clock = MonotonicClock()
+        gateway = Gateway(
+            ray_scheduler,
+            RayReplicas(replicas),
+            GatewayConfig(
+                num_layers=_num_layers(model_dir),
+                planner=config.scheduler.planner,
+                max_model_len=config.max_model_len,
+                default_max_tokens=config.default_max_tokens,
+            ),
+            clock,
+        )
+        front = ApiFront(
+            gateway,
+            PromptBuilder(tokenizer, config.prompt),
+            clock,
+            model_name=config.model_name,
+            default_ttft_slo_ms=config.default_ttft_slo_ms,
+        )
+        self._api = create_api(front, clock, version=_version())
+        self._watching = asyncio.get_running_loop().create_task(ray_scheduler.watch())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve after the constructor."""
+        return self._api
+
+
+def _model_dir(config: IngressConfig) -> Path:
+    if not config.resolve_model:
+        return Path(config.model)
+    return load_function(config.resolve_model)(config.model)
+
+
+def _num_layers(model_dir: Path) -> int:
+    """From the model's config: it is needed for floor plans when the scheduler is away."""
+    config = json.loads((model_dir / "config.json").read_text())
+    return int(config.get("text_config", config)["num_hidden_layers"])
+
+
+def _version() -> str:
+    try:
+        return version("cachesmith")
+    except PackageNotFoundError:
+        return "0+unknown"

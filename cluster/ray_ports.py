@@ -1,0 +1,221 @@
+"""The gateway's ports on Ray: the scheduler actor, and the replicas behind a Serve handle."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from cluster import scheduler_actor
+from cluster.config import SchedulerAddress, SchedulerConfig
+from cluster.errors import ReplicaLostError, SchedulerGoneError
+from cluster.messages import (
+    AnsweredBy,
+    IngestResult,
+    Refusal,
+    ReplicaAddress,
+    RequestOutcome,
+    SchedulerStatus,
+)
+from planner import RagRequest, RequestProfile, Ticket
+from replicas.interface import EngineDeadError, GenerationDelta, StoredChunk
+
+log = logging.getLogger(__name__)
+
+_WATCH_PERIOD_S = 0.5
+_RETRY_S = 0.1
+
+
+class RayScheduler:
+    """Calls to the scheduler actor that survive its restart.
+
+    `watch` asks for its status twice a second; the answers are what health and the bounds of
+    admission go by.
+    """
+
+    def __init__(
+        self, address: SchedulerAddress, config: SchedulerConfig, *, gone_after_s: float
+    ) -> None:
+        self._address = address
+        self._config = config
+        self._gone_after_s = gone_after_s
+        self._handle: ActorHandle[Any] | None = None
+        self._answered_at = time.monotonic()
+        self._status: SchedulerStatus | None = None
+
+    async def start(self) -> None:
+        """Find or start the actor; one with another config is replaced."""
+        self._handle = await asyncio.to_thread(
+            scheduler_actor.replace_if_stale, self._address, self._config
+        )
+
+    @property
+    def status(self) -> SchedulerStatus | None:
+        """The latest status; None while the scheduler has not answered for too long."""
+        return None if self._silent_s() > self._gone_after_s else self._status
+
+    async def watch(self) -> None:
+        """Ask for the status, for ever."""
+        while True:
+            try:
+                handle = await self._resolve()
+                self._status = await asyncio.wait_for(handle.status.remote(), 2.0)
+                self._answered_at = time.monotonic()
+                await asyncio.sleep(_WATCH_PERIOD_S)
+            except Exception as exc:  # whatever it is, health must go on telling the truth
+                log.warning("scheduler_does_not_answer reason=%s", str(exc).partition("\n")[0])
+                self._handle = None
+                await asyncio.sleep(_RETRY_S)
+
+    async def admit(self, profile: RequestProfile) -> Ticket | Refusal:
+        """A ticket or the reason why not. Raises SchedulerGoneError without a scheduler.
+
+        Cancelling also takes the request out of the scheduler.
+        """
+        while True:
+            ref = None
+            try:
+                handle = await self._resolve()
+                ref = handle.admit.remote(profile)
+                return await self._answer(ref)
+            except asyncio.CancelledError:
+                self._give_up(ref, profile.request_id)
+                raise
+            except (RayActorError, ValueError):
+                self._handle = None
+                if self._silent_s() > self._gone_after_s:
+                    raise SchedulerGoneError("the scheduler is gone") from None
+                await asyncio.sleep(_RETRY_S)
+
+    def abandon(self, request_id: str) -> None:
+        self._tell("abandon", request_id)
+
+    def record(self, outcome: RequestOutcome) -> None:
+        self._tell("record", outcome)
+
+    def replica_lost(self, replica_id: str) -> None:
+        self._tell("replica_lost", replica_id)
+
+    async def metrics_text(self) -> bytes:
+        try:
+            handle = await self._resolve()
+            return await asyncio.wait_for(handle.metrics_text.remote(), self._gone_after_s)
+        except (RayError, ValueError, TimeoutError):
+            self._handle = None
+            raise SchedulerGoneError("the scheduler does not answer") from None
+
+    async def _answer(self, ref: "ray.ObjectRef[Any]") -> Ticket | Refusal:
+        """Wait for an admission as long as the scheduler is seen alive."""
+        answer = asyncio.ensure_future(_result(ref))
+        try:
+            while True:
+                done, _ = await asyncio.wait({answer}, timeout=_WATCH_PERIOD_S)
+                if done:
+                    self._answered_at = time.monotonic()
+                    return answer.result()
+                if self._silent_s() > self._gone_after_s:
+                    ray.cancel(ref)
+                    raise SchedulerGoneError("the scheduler does not answer")
+        finally:
+            answer.cancel()
+
+    def _give_up(self, ref: "ray.ObjectRef[Any] | None", request_id: str) -> None:
+        if ref is not None:
+            with suppress(Exception):
+                ray.cancel(ref)
+        self.abandon(request_id)  # a ticket may just be on its way
+
+    def _tell(self, method: str, argument: object) -> None:
+        """Call without waiting. What is lost with the actor, reports and expiry make good."""
+        if self._handle is not None:
+            with suppress(RayError):
+                getattr(self._handle, method).remote(argument)
+
+    async def _resolve(self) -> ActorHandle[Any]:
+        handle = self._handle
+        if handle is None:
+            handle = await asyncio.to_thread(
+                scheduler_actor.get_or_create, self._address, self._config
+            )
+            self._handle = handle
+        return handle
+
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._answered_at
+
+
+class RayReplicas:
+    """Calls to the replicas through Serve's handle; the ticket's replica is the router's job."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+        self._streaming = handle.options(stream=True)
+
+    async def generate(
+        self, ticket: Ticket, request: RagRequest
+    ) -> AsyncGenerator[GenerationDelta | Refusal | AnsweredBy, None]:
+        """The replica's deltas. Raises ReplicaLostError when the replica is gone.
+
+        Closing this iterator, or cancelling its task, cancels the work on the replica.
+        """
+        response = self._streaming.generate.remote(ticket, request)
+        finished = False
+        try:
+            async for delta in response:
+                yield delta
+            finished = True
+        except asyncio.CancelledError:
+            # Serve also turns a task that the replica's end cancelled into this
+            if _is_cancelled():
+                raise
+            raise ReplicaLostError("the replica ended the request") from None
+        except (RayActorError, TaskCancelledError, DeploymentUnavailableError) as exc:
+            finished = True
+            raise ReplicaLostError(str(exc).splitlines()[0]) from None
+        except RayTaskError as exc:
+            finished = True
+            if isinstance(exc.cause, EngineDeadError):
+                raise ReplicaLostError(str(exc.cause)) from None
+            raise
+        finally:
+            if not finished:
+                response.cancel()
+
+    async def ingest(
+        self, replica_id: str, chunks: Sequence[tuple[int, ...]], *, cache_salt: str
+    ) -> list[IngestResult]:
+        call = self._handle.ingest.remote(ReplicaAddress(replica_id=replica_id), chunks, cache_salt)
+        return await _unary(call)
+
+    async def find_chunk(self, replica_id: str, chunk_id: str) -> StoredChunk | None:
+        return await _unary(
+            self._handle.find_chunk.remote(ReplicaAddress(replica_id=replica_id), chunk_id)
+        )
+
+    async def delete_chunk(self, replica_id: str, chunk_id: str) -> bool:
+        return await _unary(
+            self._handle.delete_chunk.remote(ReplicaAddress(replica_id=replica_id), chunk_id)
+        )
+
+
+async def _result(awaitable: Any) -> Any:
+    return await awaitable
+
+
+async def _unary(response: Any) -> Any:
+    try:
+        return await response
+    except (RayActorError, TaskCancelledError, DeploymentUnavailableError) as exc:
+        raise ReplicaLostError(str(exc).splitlines()[0]) from None
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

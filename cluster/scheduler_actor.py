@@ -1,0 +1,100 @@
+"""The Ray actor around SchedulerService: detached, named, pinned to the head node."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from cluster.config import SchedulerAddress, SchedulerConfig
+from cluster.messages import Refusal, ReplicaReport, ReportAck, RequestOutcome, SchedulerStatus
+from cluster.metrics import ServerMetrics
+from cluster.scheduler_service import SchedulerService
+from planner import FcfsScheduler, MonotonicClock, RequestProfile, SlackPlanner, Ticket
+
+_MAX_CONCURRENCY = 10_000  # admissions wait inside their call
+
+
+class SchedulerActor:
+    """Forwards calls to the service; built and run inside the actor's own event loop."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        policy = FcfsScheduler(config.fcfs, SlackPlanner(config.planner))
+        self._service = SchedulerService(policy, config, MonotonicClock(), ServerMetrics())
+        self._loop = asyncio.get_running_loop().create_task(self._service.run())
+
+    async def config(self) -> SchedulerConfig:
+        return self._config
+
+    async def admit(self, profile: RequestProfile) -> Ticket | Refusal:
+        return await self._service.admit(profile)
+
+    async def abandon(self, request_id: str) -> None:
+        self._service.abandon(request_id)
+
+    async def record(self, outcome: RequestOutcome) -> None:
+        self._service.record(outcome)
+
+    async def replica_lost(self, replica_id: str) -> None:
+        self._service.replica_lost(replica_id)
+
+    async def sync_replicas(self, router_id: str, replica_ids: Sequence[str]) -> None:
+        self._service.sync_replicas(router_id, replica_ids)
+
+    async def report(self, report: ReplicaReport) -> ReportAck:
+        return self._service.report(report)
+
+    async def first_token(self, replica_id: str, request_id: str) -> None:
+        self._service.first_token(replica_id, request_id)
+
+    async def finished(self, request_id: str) -> None:
+        self._service.finished(request_id)
+
+    async def status(self) -> SchedulerStatus:
+        return self._service.status()
+
+    async def metrics_text(self) -> bytes:
+        return self._service.metrics_text()
+
+
+def get_or_create(address: SchedulerAddress, config: SchedulerConfig) -> ActorHandle[Any]:
+    """The application's scheduler, started if there is none. Blocks: call it in a thread.
+
+    `num_cpus=0` alone would let it land on a worker node; the head's own resource pins it.
+    """
+    actor = ray.remote(SchedulerActor).options(
+        name=address.name,
+        namespace=address.namespace,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        resources={"node:__internal_head__": 0.001},
+        max_restarts=-1,
+        max_task_retries=0,
+        max_concurrency=_MAX_CONCURRENCY,
+    )
+    return actor.remote(config)
+
+
+def replace_if_stale(address: SchedulerAddress, config: SchedulerConfig) -> ActorHandle[Any]:
+    """The scheduler with this config: one left from an earlier deployment is replaced."""
+    handle = get_or_create(address, config)
+    if ray.get(handle.config.remote(), timeout=60) == config:
+        return handle
+    ray.kill(handle, no_restart=True)
+    return get_or_create(address, config)
+
+
+def find(address: SchedulerAddress) -> ActorHandle[Any]:
+    """The running scheduler. Raises ValueError if there is none. Blocks: call it in a thread."""
+    return ray.get_actor(address.name, namespace=address.namespace)
+
+
+def stop(address: SchedulerAddress) -> None:
+    """End the application's scheduler for good; nothing happens if there is none."""
+    try:
+        ray.kill(find(address), no_restart=True)
+    except ValueError:
+        return

@@ -1,0 +1,308 @@
+"""The scheduler's state and event loop around the pure policy of `planner.scheduler`.
+
+Routers push which replicas run, replicas push what they are and do, ingresses ask for tickets.
+Nothing here is written to disk: a restarted scheduler learns it all again from the next pushes.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from cluster.config import SchedulerConfig
+from cluster.leases import LeaseTable
+from cluster.membership import Membership
+from cluster.messages import (
+    Refusal,
+    ReplicaReport,
+    ReplicaSummary,
+    ReportAck,
+    RequestOutcome,
+    SchedulerStatus,
+)
+from cluster.metrics import ServerMetrics
+from cluster.residency import NodeResidency
+from planner import (
+    BatchDecision,
+    Clock,
+    EngineInfo,
+    QueueFullError,
+    ReplicaState,
+    RequestProfile,
+    SloScheduler,
+    Ticket,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    future: asyncio.Future[Ticket | Refusal]
+    since_ms: float
+
+
+@dataclass(slots=True)
+class _Replica:
+    report: ReplicaReport  # the latest
+    info: EngineInfo
+    at_ms: float
+
+
+class SchedulerService:
+    """Admission, tickets and replica state. All methods run on one event loop.
+
+    A replica takes one batch at a time into prefill: it is free again once every member of the
+    batch has its first token, has ended or has given up.
+    """
+
+    def __init__(
+        self, scheduler: SloScheduler, config: SchedulerConfig, clock: Clock, metrics: ServerMetrics
+    ) -> None:
+        self.epoch = uuid.uuid4().hex
+        self._scheduler = scheduler
+        self._config = config
+        self._clock = clock
+        self._metrics = metrics
+        self._waiters: dict[str, _Waiter] = {}
+        self._membership = Membership(router_ttl_ms=config.router_ttl_ms)
+        self._leases = LeaseTable(lease_ms=config.lease_ms)
+        self._residency = NodeResidency()
+        self._replicas: dict[str, _Replica] = {}
+        self._changed = asyncio.Event()
+        self._due_ms: float | None = None
+        # unique over restarts too, so that an engine never mixes batches of two lives
+        self._batch_ids = itertools.count(time.time_ns() // 1000)
+
+    # --- ingresses ---------------------------------------------------------------------------
+
+    async def admit(self, profile: RequestProfile) -> Ticket | Refusal:
+        """Wait for a place. Cancelling gives up the request, or the place if it was granted."""
+        request_id = profile.request_id
+        self.abandon(request_id)  # the caller asks again: its first call got lost
+        now_ms = self._clock.now_ms()
+        try:
+            self._scheduler.submit(profile, now_ms=now_ms)
+        except QueueFullError as exc:
+            return Refusal(
+                status=429, message=str(exc), code="queue_full", retry_after_s=exc.retry_after_s
+            )
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), now_ms)
+        self._waiters[request_id] = waiter
+        self._dispatch_in(self._config.gather_ms)
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            granted = waiter.future.done() and not waiter.future.cancelled()
+            if granted or self._waiters.get(request_id) is waiter:
+                self.abandon(request_id)
+            raise
+
+    def abandon(self, request_id: str) -> None:
+        """Forget a request, waiting or with a ticket; unknown ids are ignored."""
+        if waiter := self._waiters.pop(request_id, None):
+            self._scheduler.cancel(request_id)
+            waiter.future.cancel()
+        if self._leases.release(request_id):
+            self._dispatch_in(0.0)
+
+    def record(self, outcome: RequestOutcome) -> None:
+        self._metrics.record(outcome)
+
+    def metrics_text(self) -> bytes:
+        return self._metrics.render(self.status())
+
+    def status(self) -> SchedulerStatus:
+        running = self._membership.running(now_ms=self._clock.now_ms())
+        return SchedulerStatus(
+            epoch=self.epoch,
+            num_waiting=self._scheduler.num_waiting,
+            replicas=tuple(
+                self._summary(replica_id, running)
+                for replica_id in sorted(running | self._replicas.keys())
+            ),
+        )
+
+    # --- routers and replicas ----------------------------------------------------------------
+
+    def sync_replicas(self, router_id: str, replica_ids: Sequence[str]) -> None:
+        """Take over a router's list of running replicas."""
+        self._membership.sync(router_id, replica_ids, now_ms=self._clock.now_ms())
+        self._dispatch_in(0.0)
+
+    def report(self, report: ReplicaReport) -> ReportAck:
+        """Take over a replica's state; asks for a complete report if the replica is unknown."""
+        known = self._replicas.get(report.replica_id)
+        info = report.info or (known.info if known else None)
+        if info is None:
+            return ReportAck(epoch=self.epoch, needs_full=True)
+        self._replicas[report.replica_id] = _Replica(report, info, self._clock.now_ms())
+        self._residency.apply(report.node_id, report.residency)
+        self._leases.reconcile(report.replica_id, report.active)
+        self._dispatch_in(0.0)
+        return ReportAck(epoch=self.epoch)
+
+    def first_token(self, replica_id: str, request_id: str) -> None:
+        self._leases.first_token(replica_id, request_id)
+        self._dispatch_in(0.0)
+
+    def finished(self, request_id: str) -> None:
+        """A replica has ended a request, whichever way."""
+        self._leases.release(request_id)
+        self._dispatch_in(0.0)
+
+    def replica_lost(self, replica_id: str) -> None:
+        """An ingress has seen a replica fail: no tickets for it until routers have decided."""
+        if replica_id in self._replicas:
+            until_ms = self._clock.now_ms() + self._config.suspect_ms
+            self._membership.suspect(replica_id, until_ms=until_ms)
+            self._dispatch_in(0.0)
+
+    # --- the loop ----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Dispatch whenever something has changed, and expire what is late, for ever."""
+        while True:
+            delay_ms = self._config.tick_ms
+            if self._due_ms is not None:
+                delay_ms = min(delay_ms, self._due_ms - self._clock.now_ms())
+            if delay_ms > 0:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), delay_ms / 1e3)
+            self._changed.clear()
+            if self._due_ms is not None and self._clock.now_ms() < self._due_ms:
+                continue  # woken early to learn of a new due time
+            self._due_ms = None
+            try:
+                self.tick()
+            except Exception:  # one bad decision must not end scheduling
+                log.exception("scheduler_tick_failed")
+                await asyncio.sleep(self._config.tick_ms / 1e3)
+
+    def tick(self) -> None:
+        """Expire what is late, then give tickets to all batches that can start now."""
+        now_ms = self._clock.now_ms()
+        running = self._membership.running(now_ms=now_ms)
+        self._forget_gone(running, now_ms)
+        self._refuse_late(running, now_ms)
+        while decision := self._scheduler.next_batch(self._free(running), now_ms=now_ms):
+            self._grant(decision, now_ms)
+
+    def _dispatch_in(self, delay_ms: float) -> None:
+        due_ms = self._clock.now_ms() + delay_ms
+        if self._due_ms is None or due_ms < self._due_ms:
+            self._due_ms = due_ms
+            self._changed.set()
+
+    def _forget_gone(self, running: frozenset[str], now_ms: float) -> None:
+        for request_id in self._leases.expire(now_ms=now_ms):
+            log.warning("ticket_expired request_id=%s", request_id)
+        # a replica that still reports, but is in no router's list, drains or is about to join
+        silent_ms = now_ms - self._config.router_ttl_ms
+        for replica_id, replica in list(self._replicas.items()):
+            if replica_id not in running and replica.at_ms < silent_ms:
+                del self._replicas[replica_id]
+                log.info("replica_gone replica=%s", replica_id)
+        if num_lost := self._leases.release_replicas(running | self._replicas.keys()):
+            log.warning("leases_lost num_leases=%d", num_lost)
+        self._residency.keep_nodes({r.report.node_id for r in self._replicas.values()})
+
+    def _refuse_late(self, running: frozenset[str], now_ms: float) -> None:
+        late = [
+            request_id
+            for request_id, waiter in self._waiters.items()
+            if now_ms - waiter.since_ms > self._config.max_wait_ms
+        ]
+        for request_id in late:
+            waiter = self._waiters.pop(request_id)
+            self._scheduler.cancel(request_id)
+            waited_s = (now_ms - waiter.since_ms) / 1e3
+            reason = "every replica is busy" if running else "no replica is running"
+            refusal = Refusal(
+                status=503,
+                message=f"the request waited {waited_s:.0f} s and {reason}",
+                code="queue_timeout",
+                retry_after_s=5.0,
+            )
+            if not waiter.future.done():
+                waiter.future.set_result(refusal)
+
+    def _free(self, running: frozenset[str]) -> list[ReplicaState]:
+        states = []
+        for replica_id in running:
+            replica = self._replicas.get(replica_id)
+            if replica is None:
+                continue
+            leases = self._leases.of(replica_id)
+            if any(lease.in_prefill for lease in leases):
+                continue
+            info = replica.info
+            used = sum(lease.num_tokens + self._config.decode_reserve_tokens for lease in leases)
+            # an idle engine takes whatever fits the model, so that no request waits for ever
+            room = max(info.kv_capacity_tokens, 0 if leases else info.max_model_len)
+            reuse = info.reuse_refusal is None
+            resident = self._residency.of(replica.report.node_id) if reuse else frozenset[str]()
+            states.append(
+                ReplicaState(
+                    replica_id=replica_id,
+                    cost=replica.report.cost,
+                    free_seqs=info.max_num_seqs - len(leases),
+                    free_kv_tokens=room - used,
+                    resident=resident,
+                    reuse_enabled=reuse,
+                )
+            )
+        return states
+
+    def _grant(self, decision: BatchDecision, now_ms: float) -> None:
+        batch_id = next(self._batch_ids)
+        members = zip(decision.requests, decision.queue_ms, decision.plan.requests, strict=True)
+        for profile, queue_ms, plan in members:
+            waiter = self._waiters.pop(profile.request_id)
+            if waiter.future.done():  # cancelled in this very turn of the loop
+                continue
+            self._leases.grant(
+                profile.request_id,
+                decision.replica_id,
+                profile.num_prompt_tokens,
+                now_ms=now_ms,
+            )
+            waiter.future.set_result(
+                Ticket(
+                    replica_id=decision.replica_id,
+                    batch_id=batch_id,
+                    batch_size=len(decision.requests),
+                    plan=plan,
+                    queue_ms=queue_ms,
+                )
+            )
+        log.info(
+            "batch_planned replica=%s batch_id=%d num_requests=%d budget_ms=%.1f expected_ms=%.1f",
+            decision.replica_id,
+            batch_id,
+            len(decision.requests),
+            decision.plan.budget_ms,
+            decision.plan.expected_ms,
+        )
+
+    def _summary(self, replica_id: str, running: frozenset[str]) -> ReplicaSummary:
+        replica = self._replicas.get(replica_id)
+        leases = self._leases.of(replica_id)
+        load = replica.report.load if replica else None
+        node_id = replica.report.node_id if replica else ""
+        return ReplicaSummary(
+            replica_id=replica_id,
+            node_id=node_id,
+            ready=replica is not None and replica_id in running,
+            num_running=load.num_running if load else 0,
+            num_waiting=load.num_waiting if load else 0,
+            num_ingest_backlog=load.num_ingest_backlog if load else 0,
+            num_leases=len(leases),
+            in_prefill=any(lease.in_prefill for lease in leases),
+            num_resident_chunks=len(self._residency.of(node_id)),
+            info=replica.info if replica else None,
+        )

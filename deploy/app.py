@@ -1,0 +1,165 @@
+"""Composition: from settings to a Serve application.
+
+`build` is what `serve run` and `serve deploy` call (see serve.yaml), `build_application` what the
+command line calls.
+"""
+
+import json
+from pathlib import Path
+
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+from ray.serve import Application
+
+from cluster.config import (
+    ClusterConfig,
+    IngressConfig,
+    PromptConfig,
+    ReplicaConfig,
+    SchedulerConfig,
+)
+from deploy.settings import Settings, SettingsError
+from planner import BudgetBand, FcfsConfig, Signal, SlackPlannerConfig
+from replicas.config import EngineConfig
+from replicas.interface import RagEngine
+
+APP_NAME = "cachesmith"
+ENGINE_BUILDER = "deploy.app:build_engine"
+
+
+class AppArgs(Settings):
+    """The settings as `args:` of a Serve config. Read from there alone, not from an environment."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
+def build(args: AppArgs) -> Application:
+    """The application for Ray's own `serve` command line. `http:` in args has no effect there."""
+    return build_application(args, app_name=APP_NAME)
+
+
+def build_application(
+    settings: Settings, *, app_name: str = APP_NAME, engine_builder: str = ENGINE_BUILDER
+) -> Application:
+    """The application, bound. Needs a running Ray, to see whether there are GPUs."""
+    import ray
+
+    from cluster.deployments import cluster_app
+
+    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    return cluster_app(
+        cluster_config(
+            settings, app_name=app_name, has_gpus=has_gpus, engine_builder=engine_builder
+        )
+    )
+
+
+def cluster_config(
+    settings: Settings,
+    *,
+    app_name: str = APP_NAME,
+    has_gpus: bool = False,
+    engine_builder: str = ENGINE_BUILDER,
+) -> ClusterConfig:
+    """Settings taken apart into what each part of the cluster reads."""
+    engine, replicas, scheduler = settings.engine, settings.replicas, settings.scheduler
+    per_rank = replicas.gpus_per_rank
+    if per_rank is None:
+        per_rank = 1.0 if has_gpus else 0.0
+    scheduler_config = SchedulerConfig(
+        fcfs=FcfsConfig(
+            max_batch_requests=scheduler.max_batch_requests,
+            max_batch_tokens=scheduler.max_batch_tokens,
+            max_waiting=scheduler.max_waiting,
+        ),
+        planner=SlackPlannerConfig(
+            signal=Signal(settings.planner.signal),
+            warmup_depth=settings.planner.warmup_depth,
+            probe_len=settings.planner.probe_len,
+            band=BudgetBand(floor=settings.planner.floor, saturation=settings.planner.saturation),
+        ),
+        gather_ms=scheduler.gather_ms,
+        max_wait_ms=scheduler.max_wait_ms,
+    )
+    return ClusterConfig(
+        app_name=app_name,
+        ingress=IngressConfig(
+            model=settings.model.name_or_dir,
+            model_name=settings.served_name,
+            scheduler=scheduler_config,
+            prompt=PromptConfig(**settings.prompt.model_dump()),
+            max_model_len=settings.model.max_model_len,
+            default_ttft_slo_ms=scheduler.default_ttft_slo_ms,
+            default_max_tokens=scheduler.default_max_tokens,
+            resolve_model="deploy.models:resolve_model",
+        ),
+        replica=ReplicaConfig(builder=engine_builder, engine=engine_config(settings)),
+        num_replicas=replicas.num,
+        cpus_per_replica=replicas.cpus_per_replica,
+        gpus_per_replica=per_rank * engine.tensor_parallel_size,
+        max_ongoing_per_replica=replicas.max_ongoing_requests or 4 * engine.max_num_seqs,
+        num_ingresses=settings.http.ingress_replicas,
+        graceful_shutdown_s=replicas.graceful_shutdown_s,
+    )
+
+
+def engine_config(settings: Settings) -> EngineConfig:
+    engine, host = settings.engine, settings.kv_tier.host
+    kv_cache = engine.kv_cache_memory_bytes
+    return EngineConfig(
+        model_dir=settings.model.name_or_dir,
+        model_name=settings.served_name,
+        dtype=settings.model.dtype,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        max_model_len=settings.model.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        kv_cache_memory_bytes=None if kv_cache is None else int(kv_cache),
+        cpu_threads=engine.cpu_threads,
+        slice_layers=engine.slice_layers,
+        batch_hold_ms=engine.batch_hold_ms,
+        anchor_text=engine.anchor_text,
+        host_tier_dir=str(host.path),
+        host_tier_bytes=int(host.capacity_bytes),
+        max_ingest_backlog=engine.max_ingest_backlog,
+        vllm=engine.vllm,
+    )
+
+
+def build_engine(config: EngineConfig) -> RagEngine:
+    """Called in the replica's process: finds the model on its node, then makes the engine."""
+    from dataclasses import replace
+
+    from deploy.models import resolve_model
+    from replicas.vllm_engine import VllmEngine
+
+    return VllmEngine(replace(config, model_dir=str(resolve_model(config.model_dir))))
+
+
+def check_host_tier(settings: Settings, model_dir: Path) -> None:
+    """Refuse a host tier that can not hold one chunk of this model. Raises SettingsError."""
+    needed = settings.prompt.max_chunk_tokens * kv_bytes_per_token(model_dir, settings.model.dtype)
+    if settings.kv_tier.host.capacity_bytes < needed:
+        raise SettingsError(
+            "kv_tier.host.capacity_bytes: must hold at least one chunk: "
+            f"{settings.prompt.max_chunk_tokens} tokens (prompt.max_chunk_tokens) of this model "
+            f"need {needed} bytes, got {int(settings.kv_tier.host.capacity_bytes)}"
+        )
+
+
+def kv_bytes_per_token(model_dir: Path, dtype: str) -> int:
+    """Size of one token's keys and values in all layers, from the model's config."""
+    config = json.loads((model_dir / "config.json").read_text())
+    config = config.get("text_config", config)
+    num_heads = config.get("num_attention_heads", 1)
+    head_dim = config.get("head_dim") or config.get("hidden_size", 0) // num_heads
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    wide = "float32" in (dtype, dtype == "auto" and config.get("dtype", config.get("torch_dtype")))
+    return 2 * config.get("num_hidden_layers", 0) * num_kv_heads * head_dim * (4 if wide else 2)

@@ -1,0 +1,234 @@
+"""All settings, from the command line, the environment, a YAML file and defaults, in that order.
+
+This module alone reads the environment and the file. Unknown keys and impossible values are
+refused with the key's name.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+ENV_PREFIX = "CACHESMITH_"
+MIN_HOST_TIER_BYTES = 1 << 20
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class SettingsError(Exception):
+    """The settings can not be used. The message has a line for each wrong key."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(_Section):
+    """What is served."""
+
+    name_or_dir: str = Field(default="smollm2-135m-instruct", min_length=1)
+    served_name: str | None = None  # what clients call it; unset: the hub id or the folder's name
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    max_model_len: Positive | None = None  # the model's own if unset
+
+
+class EngineSection(_Section):
+    """One replica's vLLM engine."""
+
+    tensor_parallel_size: Positive = 1
+    max_num_seqs: Positive = 16
+    kv_cache_memory_bytes: ByteSize | None = None  # "4GiB"; vLLM's default if unset
+    cpu_threads: Positive | None = None  # of each rank, without a GPU
+    slice_layers: Positive = 4
+    batch_hold_ms: float = Field(default=50.0, ge=0)
+    anchor_text: str | None = None
+    max_ingest_backlog: int = Field(default=1024, ge=0)
+    vllm: dict[str, Any] = Field(default_factory=dict)  # passed to vLLM's engine as they are
+
+
+class ReplicasSection(_Section):
+    num: Positive = 1
+    cpus_per_replica: float = Field(default=1.0, gt=0)
+    gpus_per_rank: float | None = Field(default=None, ge=0, le=1)  # unset: 1 where there are GPUs
+    max_ongoing_requests: Positive | None = None  # unset: four times max_num_seqs
+    graceful_shutdown_s: float = Field(default=20.0, ge=0)
+
+
+class PlannerSection(_Section):
+    signal: Literal["kv_dev", "qci"] = "kv_dev"
+    warmup_depth: int = Field(default=1, ge=0)
+    probe_len: int = Field(default=1, ge=0)
+    floor: float = Field(default=0.05, ge=0, le=1)
+    saturation: float = Field(default=0.50, ge=0, le=1)
+
+    @field_validator("saturation")
+    @classmethod
+    def _over_the_floor(cls, value: float, info: ValidationInfo) -> float:
+        floor = info.data.get("floor")
+        if floor is not None and floor >= value:
+            raise ValueError(f"must be more than floor ({floor}), got {value}")
+        return value
+
+
+class SchedulerSection(_Section):
+    max_batch_requests: Positive = 8
+    max_batch_tokens: Positive = 16_384
+    max_waiting: Positive = 256
+    gather_ms: float = Field(default=5.0, ge=0)
+    max_wait_ms: float = Field(default=120_000.0, gt=0)
+    default_ttft_slo_ms: float = Field(default=2_000.0, gt=0)
+    default_max_tokens: Positive = 256
+
+
+class HostTierSection(_Section):
+    directory: str = ""  # unset: /dev/shm/cachesmith-<uid>
+    capacity_bytes: ByteSize = ByteSize(1 << 30)  # "1GiB"
+    keep_on_exit: bool = False
+
+    @field_validator("capacity_bytes")
+    @classmethod
+    def _holds_something(cls, value: ByteSize) -> ByteSize:
+        if value < MIN_HOST_TIER_BYTES:
+            raise ValueError(f"must be at least {MIN_HOST_TIER_BYTES} bytes, got {int(value)}")
+        return value
+
+    @property
+    def path(self) -> Path:
+        return Path(self.directory or f"/dev/shm/cachesmith-{os.getuid()}")
+
+
+class KvTierSection(_Section):
+    host: HostTierSection = HostTierSection()
+
+
+class PromptSection(_Section):
+    intro: str = "Answer the question from the documents.\n\n"
+    document_template: str = "{title}\n{text}\n\n"
+    untitled_template: str = "{text}\n\n"
+    question_template: str = "{question}"
+    max_chunk_tokens: Positive = 2048
+
+    @field_validator("document_template", "untitled_template", "question_template")
+    @classmethod
+    def _has_its_placeholder(cls, value: str, info: ValidationInfo) -> str:
+        needed = "{question}" if info.field_name == "question_template" else "{text}"
+        if value.count(needed) != 1:
+            raise ValueError(f"must hold {needed} exactly once")
+        return value
+
+
+class HttpSection(_Section):
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=8000, ge=1, le=65535)
+    ingress_replicas: Positive = 1
+
+
+class Settings(BaseSettings):
+    """The root. Construct it with `load_settings`, which says what is wrong in plain words."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+    )
+
+    model: ModelSection = ModelSection()
+    engine: EngineSection = EngineSection()
+    replicas: ReplicasSection = ReplicasSection()
+    planner: PlannerSection = PlannerSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    kv_tier: KvTierSection = KvTierSection()
+    prompt: PromptSection = PromptSection()
+    http: HttpSection = HttpSection()
+
+    @property
+    def served_name(self) -> str:
+        name = self.model.name_or_dir
+        if self.model.served_name:
+            return self.model.served_name
+        return Path(name).expanduser().resolve().name if name.startswith(("/", ".", "~")) else name
+
+
+def load_settings(
+    *, config_file: Path | None = None, overrides: Mapping[str, Mapping[str, Any]] | None = None
+) -> Settings:
+    """The settings that hold: `overrides` (the command line) over environment over file.
+
+    Raises SettingsError.
+    """
+
+    class Loaded(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            if config_file is None:
+                return init_settings, env_settings
+            from_file = YamlConfigSettingsSource(settings_cls, yaml_file=config_file)
+            return init_settings, env_settings, from_file
+
+    _check_file(config_file)
+    _check_environment()
+    try:
+        loaded = Loaded(**(overrides or {}))
+    except ValidationError as exc:
+        raise SettingsError(_readable(exc)) from None
+    return Settings.model_construct(
+        **{name: getattr(loaded, name) for name in Settings.model_fields}
+    )
+
+
+def _check_file(config_file: Path | None) -> None:
+    if config_file is None:
+        return
+    try:
+        content = yaml.safe_load(config_file.read_text())
+    except OSError as exc:
+        raise SettingsError(f"can not read {config_file}: {exc.strerror}") from None
+    except yaml.YAMLError as exc:
+        raise SettingsError(f"{config_file} is not valid YAML: {exc}") from None
+    if content is not None and not isinstance(content, dict):
+        raise SettingsError(f"{config_file} must hold sections such as model: and engine:")
+
+
+def _check_environment() -> None:
+    """Refuse a misspelt section: pydantic-settings itself reads only names that it knows."""
+    for name in os.environ:
+        section, nested, _ = name.removeprefix(ENV_PREFIX).partition("__")
+        if name.startswith(ENV_PREFIX) and nested and section.lower() not in Settings.model_fields:
+            known = ", ".join(Settings.model_fields)
+            raise SettingsError(f"{name}: unknown section {section.lower()}, known are {known}")
+
+
+def _readable(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{key}: unknown key")
+        else:
+            lines.append(f"{key}: {item['msg'].removeprefix('Value error, ')}")
+    return "\n".join(lines)

@@ -1,0 +1,156 @@
+"""A real Ray and Serve on loopback around the fake engine, and what tests ask of it."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import ray
+from ray import serve
+from ray.serve import Application
+
+from cluster import scheduler_actor
+from cluster.config import (
+    ClusterConfig,
+    IngressConfig,
+    ReplicaConfig,
+    SchedulerConfig,
+    scheduler_address,
+)
+from cluster.deployments import cluster_app
+from planner import FcfsConfig
+from tests.fakes.byte_tokenizer import write_model_dir
+from tests.fakes.fake_engine import FakeEngineConfig
+
+REPO = Path(__file__).resolve().parents[2]
+MODEL = "fake-model"
+APP = "cachesmith-test"
+
+
+@dataclass
+class Server:
+    url: str
+    state_dir: Path
+    model_dir: Path
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30.0)
+
+    def delays(self, *, prefill_ms: float = 0.0, token_ms: float = 0.0) -> None:
+        for name, value in (("prefill_ms", prefill_ms), ("token_ms", token_ms)):
+            part = self.state_dir / f"{name}.part"
+            part.write_text(str(value))
+            part.rename(self.state_dir / name)
+
+    def events(self) -> list[str]:
+        return (self.state_dir / "events").read_text().splitlines()
+
+    def num_events(self, kind: str) -> int:
+        return sum(event.split()[0] == kind for event in self.events())
+
+    def replica_pids(self) -> list[int]:
+        """Processes of the live replicas."""
+        pids = [int(e.split()[1]) for e in self.events() if e.startswith("pid ")]
+        return [pid for pid in pids if _alive(pid)]
+
+    def health(self) -> httpx.Response:
+        return httpx.get(f"{self.url}/health", timeout=10.0)
+
+    def num_ready(self) -> int:
+        response = self.health()
+        return len(response.json()["replicas"]) if response.status_code == 200 else 0
+
+    def metrics(self) -> dict[str, float]:
+        """Sample line without its value → value."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10.0).text
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    def scheduler(self) -> Any:
+        return scheduler_actor.find(scheduler_address(APP))
+
+    def num_waiting(self) -> int:
+        return ray.get(self.scheduler().status.remote()).num_waiting
+
+    def num_leases(self) -> int:
+        status = ray.get(self.scheduler().status.remote())
+        return sum(replica.num_leases for replica in status.replicas)
+
+
+def chat_body(text: str = "Why?", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
+
+
+def wait_until(condition: Callable[[], object], *, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def fake_app(server: Server, *, num_replicas: int) -> Application:
+    """Small queue, small batches, the fake engine."""
+    scheduler = SchedulerConfig(fcfs=FcfsConfig(max_waiting=6, max_batch_requests=4))
+    return cluster_app(
+        ClusterConfig(
+            app_name=APP,
+            ingress=IngressConfig(
+                model=str(server.model_dir), model_name=MODEL, scheduler=scheduler
+            ),
+            replica=ReplicaConfig(
+                builder="tests.fakes.fake_engine:build",
+                engine=FakeEngineConfig(state_dir=str(server.state_dir), max_num_seqs=4),
+            ),
+            num_replicas=num_replicas,
+            graceful_shutdown_s=5.0,
+        )
+    )
+
+
+@contextmanager
+def running_cluster(tmp: Path, *, num_replicas: int = 2) -> Iterator[Server]:
+    """Everything from nothing to nothing."""
+    model_dir = write_model_dir(tmp / "model")
+    state_dir = tmp / "state"
+    state_dir.mkdir()
+    port = free_port()
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=100 * 1024 * 1024,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(REPO)}},
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+        server = Server(url=f"http://127.0.0.1:{port}", state_dir=state_dir, model_dir=model_dir)
+        serve.run(fake_app(server, num_replicas=num_replicas), name=APP, route_prefix="/")
+        wait_until(lambda: server.num_ready() == num_replicas, timeout_s=30, what="ready")
+        yield server
+        serve.delete(APP)
+        scheduler_actor.stop(scheduler_address(APP))
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

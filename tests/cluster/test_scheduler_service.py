@@ -1,0 +1,372 @@
+"""The scheduler's state, on a clock that the test moves; its loop's ticks are called by hand."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from cluster.config import SchedulerConfig
+from cluster.messages import ActiveRequest, Refusal, ReplicaReport
+from cluster.metrics import ServerMetrics
+from cluster.scheduler_service import SchedulerService
+from planner import (
+    ChunkRef,
+    CostModel,
+    EngineInfo,
+    EngineLoad,
+    FcfsConfig,
+    FcfsScheduler,
+    RequestProfile,
+    SlackPlanner,
+    SlackPlannerConfig,
+    Ticket,
+)
+from replicas.interface import ResidencyUpdate
+from tests.fakes.fake_clock import FakeClock
+
+COST = CostModel(num_layers=4, fixed_ms=1.0, layer_ms=0.0, row_ms=0.01, pair_ms=0.0, reuse_ms=0.0)
+
+
+def info(**changes: Any) -> EngineInfo:
+    values: dict[str, Any] = {
+        "model": "m",
+        "fingerprint": "f",
+        "num_layers": 4,
+        "max_model_len": 4096,
+        "kv_capacity_tokens": 10_000,
+        "max_num_seqs": 8,
+        "tensor_parallel_size": 1,
+    }
+    return EngineInfo(**{**values, **changes})
+
+
+def report(replica_id: str, **changes: Any) -> ReplicaReport:
+    values: dict[str, Any] = {
+        "replica_id": replica_id,
+        "node_id": "n1",
+        "info": info(),
+        "cost": COST,
+        "load": EngineLoad(num_running=0, num_waiting=0, num_ingest_backlog=0),
+    }
+    return ReplicaReport(**{**values, **changes})
+
+
+def profile(request_id: str, *, num_tokens: int = 100, chunks: tuple[str, ...] = ()) -> Any:
+    return RequestProfile(
+        request_id=request_id,
+        num_prefix_tokens=0,
+        chunks=tuple(ChunkRef(chunk_id=c, num_tokens=50) for c in chunks),
+        num_suffix_tokens=num_tokens,
+        ttft_slo_ms=1000.0,
+    )
+
+
+class Bench:
+    """A service with its clock, and requests as tasks."""
+
+    def __init__(self, **config: Any) -> None:
+        self.clock = FakeClock()
+        settings = SchedulerConfig(
+            fcfs=FcfsConfig(max_waiting=4, max_batch_requests=3), gather_ms=0.0, **config
+        )
+        policy = FcfsScheduler(settings.fcfs, SlackPlanner(SlackPlannerConfig()))
+        self.service = SchedulerService(policy, settings, self.clock, ServerMetrics())
+
+    def add(self, *replica_ids: str, **changes: Any) -> None:
+        self.service.sync_replicas("router", replica_ids)
+        for replica_id in replica_ids:
+            assert not self.service.report(report(replica_id, **changes)).needs_full
+
+    async def ask(self, request_id: str, **kwargs: Any) -> "asyncio.Task[Ticket | Refusal]":
+        task = asyncio.ensure_future(self.service.admit(profile(request_id, **kwargs)))
+        await asyncio.sleep(0)
+        return task
+
+    async def tick(self) -> None:
+        self.service.tick()
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+def scenario(test: Callable[[Bench], Awaitable[None]], **config: Any) -> None:
+    async def run() -> None:
+        await test(Bench(**config))
+
+    asyncio.run(run())
+
+
+def ticket(task: "asyncio.Task[Ticket | Refusal]") -> Ticket:
+    answer = task.result()
+    assert isinstance(answer, Ticket)
+    return answer
+
+
+def test_requests_wait_until_a_replica_is_known():
+    async def test(bench: Bench) -> None:
+        first = await bench.ask("a")
+        await bench.tick()
+        assert not first.done()
+        bench.service.sync_replicas("router", ["r1"])
+        await bench.tick()
+        assert not first.done()  # it has not said what it is
+        bench.service.report(report("r1"))
+        await bench.tick()
+        assert ticket(first).replica_id == "r1"
+
+    scenario(test)
+
+
+def test_simultaneous_requests_share_a_batch():
+    async def test(bench: Bench) -> None:
+        bench.add("r1")
+        tasks = [await bench.ask(name) for name in "abc"]
+        await bench.tick()
+        tickets = [ticket(task) for task in tasks]
+        assert [t.batch_size for t in tickets] == [3, 3, 3]
+        assert len({t.batch_id for t in tickets}) == 1
+
+    scenario(test)
+
+
+def test_one_batch_in_prefill_at_a_time():
+    async def test(bench: Bench) -> None:
+        bench.add("r1")
+        first, second = await bench.ask("a"), await bench.ask("b")
+        await bench.tick()
+        third = await bench.ask("c")
+        await bench.tick()
+        assert first.done() and second.done() and not third.done()
+        bench.service.first_token("r1", "a")
+        await bench.tick()
+        assert not third.done()  # b is still in prefill
+        bench.service.abandon("b")
+        await bench.tick()
+        assert ticket(third).batch_size == 1
+
+    scenario(test)
+
+
+def test_two_replicas_take_two_batches():
+    async def test(bench: Bench) -> None:
+        bench.add("r1", "r2")
+        first = await bench.ask("a")
+        await bench.tick()
+        second = await bench.ask("b")
+        await bench.tick()
+        assert {ticket(first).replica_id, ticket(second).replica_id} == {"r1", "r2"}
+
+    scenario(test)
+
+
+def test_cancelling_a_waiting_request_removes_it():
+    async def test(bench: Bench) -> None:
+        task = await bench.ask("a")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert bench.service.status().num_waiting == 0
+
+    scenario(test)
+
+
+def test_cancelling_in_the_turn_of_the_grant_frees_the_place():
+    async def test(bench: Bench) -> None:
+        bench.add("r1")
+        task = await bench.ask("a")
+        bench.service.tick()  # granted, but the task has not run yet
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert bench.service.status().replicas[0].num_leases == 0
+
+    scenario(test)
+
+
+def test_asking_again_replaces_the_first_call():
+    async def test(bench: Bench) -> None:
+        first = await bench.ask("a")
+        second = await bench.ask("a")
+        await asyncio.gather(first, return_exceptions=True)
+        assert first.cancelled() and bench.service.status().num_waiting == 1
+        bench.add("r1")
+        await bench.tick()
+        assert ticket(second).replica_id == "r1"
+
+    scenario(test)
+
+
+def test_a_full_queue_refuses():
+    async def test(bench: Bench) -> None:
+        tasks = [await bench.ask(name) for name in "abcde"]
+        refusal = tasks[-1].result()
+        assert isinstance(refusal, Refusal) and refusal.status == 429
+        assert refusal.retry_after_s
+        for task in tasks[:-1]:
+            task.cancel()
+
+    scenario(test)
+
+
+def test_waiting_too_long_is_refused_with_the_reason():
+    async def test(bench: Bench) -> None:
+        task = await bench.ask("a")
+        bench.clock.advance(5_001)
+        await bench.tick()
+        refusal = task.result()
+        assert isinstance(refusal, Refusal) and refusal.status == 503
+        assert "no replica" in refusal.message and "5 s" in refusal.message
+        assert bench.service.status().num_waiting == 0
+
+    scenario(test, max_wait_ms=5_000.0)
+
+
+def test_a_ticket_that_nobody_uses_expires():
+    async def test(bench: Bench) -> None:
+        bench.add("r1")
+        await bench.ask("a")
+        await bench.tick()
+        bench.clock.advance(2_500)
+        bench.add("r1")
+        waiting = await bench.ask("b")
+        await bench.tick()
+        assert not waiting.done()
+        bench.clock.advance(2_501)
+        bench.add("r1")
+        await bench.tick()
+        assert waiting.done()
+
+    scenario(test)
+
+
+def test_reports_free_what_lost_events_did_not():
+    async def test(bench: Bench) -> None:
+        bench.add("r1")
+        await bench.ask("a")
+        await bench.tick()
+        working = ActiveRequest(request_id="a", num_tokens=100, in_prefill=True)
+        bench.service.report(report("r1", active=(working,)))
+        assert bench.service.status().replicas[0].in_prefill
+        bench.service.report(report("r1"))
+        assert bench.service.status().replicas[0].num_leases == 0
+
+    scenario(test)
+
+
+def test_a_restarted_scheduler_learns_from_the_next_pushes():
+    async def test(bench: Bench) -> None:
+        bench.service.sync_replicas("router", ["r1"])
+        # a report of changes only: this life of the scheduler does not know the replica
+        assert bench.service.report(report("r1", info=None)).needs_full
+        working = ActiveRequest(request_id="old", num_tokens=100, in_prefill=True)
+        bench.service.report(report("r1", active=(working,)))
+        waiting = await bench.ask("new")
+        await bench.tick()
+        assert not waiting.done()  # the batch of the former life is still in prefill
+        bench.service.first_token("r1", "old")
+        await bench.tick()
+        assert waiting.done()
+
+    scenario(test)
+
+
+def test_replicas_that_routers_drop_get_no_tickets():
+    async def test(bench: Bench) -> None:
+        bench.add("r1", "r2")
+        bench.service.sync_replicas("router", ["r2"])
+        first, second = await bench.ask("a"), None
+        await bench.tick()
+        assert ticket(first).replica_id == "r2"
+        second = await bench.ask("b")
+        await bench.tick()
+        assert not second.done()
+        bench.clock.advance(3_001)  # r1 is silent too by now
+        bench.service.sync_replicas("router", ["r2"])
+        await bench.tick()
+        assert [r.replica_id for r in bench.service.status().replicas] == ["r2"]
+        second.cancel()
+
+    scenario(test)
+
+
+def test_a_replica_that_failed_is_left_alone_for_a_while():
+    async def test(bench: Bench) -> None:
+        bench.add("r1")
+        bench.service.replica_lost("r1")
+        task = await bench.ask("a")
+        await bench.tick()
+        assert not task.done()
+        bench.clock.advance(2_001)
+        bench.add("r1")
+        await bench.tick()
+        assert task.done()
+
+    scenario(test)
+
+
+def test_room_for_sequences_and_tokens_is_respected():
+    async def test(bench: Bench) -> None:
+        bench.add("r1", info=info(max_num_seqs=1))
+        await bench.ask("a")
+        await bench.tick()
+        bench.service.first_token("r1", "a")
+        second = await bench.ask("b")
+        await bench.tick()
+        assert not second.done()
+        bench.service.finished("a")
+        await bench.tick()
+        assert second.done()
+
+    scenario(test)
+
+
+def test_an_idle_replica_takes_what_is_over_its_estimate():
+    async def test(bench: Bench) -> None:
+        bench.add("r1", info=info(kv_capacity_tokens=100))
+        task = await bench.ask("a", num_tokens=4000)
+        await bench.tick()
+        assert task.done()
+
+    scenario(test)
+
+
+def test_requests_go_where_their_chunks_are_hot():
+    async def test(bench: Bench) -> None:
+        bench.add("r1", "r2")
+        hot = ResidencyUpdate(added=("c1",), reset=True)
+        bench.service.report(report("r2", node_id="n2", residency=hot))
+        task = await bench.ask("a", chunks=("c1", "c2"))
+        await bench.tick()
+        assert ticket(task).replica_id == "r2"
+
+    scenario(test)
+
+
+def test_the_loop_gathers_and_survives():
+    async def run() -> None:
+        bench = Bench()
+        bench.add("r1")
+        loop = asyncio.ensure_future(bench.service.run())
+        tasks = [await bench.ask(name) for name in "ab"]
+        tickets = await asyncio.wait_for(asyncio.gather(*tasks), 5.0)
+        assert [t.batch_size for t in tickets if isinstance(t, Ticket)] == [2, 2]
+        loop.cancel()
+
+    asyncio.run(run())
+
+
+def test_metrics_follow_the_state():
+    async def test(bench: Bench) -> None:
+        bench.add("r1", load=EngineLoad(num_running=3, num_waiting=0, num_ingest_backlog=2))
+        task = await bench.ask("a")
+        text = bench.service.metrics_text().decode()
+        assert "cachesmith_waiting_requests 1.0" in text
+        assert 'cachesmith_running_requests{replica="r1"} 3.0' in text
+        assert "cachesmith_ready_replicas 1.0" in text
+        task.cancel()
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("wrong", [{"lease_ms": 0}, {"gather_ms": -1}, {"tick_ms": 0}])
+def test_impossible_configs(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SchedulerConfig(**wrong)
