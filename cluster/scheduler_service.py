@@ -253,7 +253,6 @@ class SchedulerService:
                     free_seqs=info.max_num_seqs - len(leases),
                     free_kv_tokens=room - used,
                     resident=resident,
-                    reuse_enabled=reuse,
                 )
             )
         return states

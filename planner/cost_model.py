@@ -116,7 +116,7 @@ class CostModel:
             + self.reuse_ms * work.reused
         )
 
-    def observed(self, expected_ms: float, actual_ms: float, *, weight: float = 0.1) -> "CostModel":
+    def observed(self, expected_ms: float, actual_ms: float, *, weight: float = 0.2) -> "CostModel":
         """Follow the machine: move `scale` towards actual / expected, bounded to a factor of 4."""
         if expected_ms <= 0 or actual_ms <= 0:
             return self

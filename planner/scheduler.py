@@ -33,7 +33,6 @@ class ReplicaState:
     free_seqs: int
     free_kv_tokens: int
     resident: Set[str] = field(default_factory=frozenset)  # chunk ids hot on its node
-    reuse_enabled: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +152,6 @@ class FcfsScheduler:
         )
 
     def _fits(self, profile: RequestProfile, replica: ReplicaState) -> bool:
-        # a replica without any running request takes even what is over its estimate of free blocks:
-        # vLLM itself then decides, so no request waits for ever
         room = profile.num_prompt_tokens <= replica.free_kv_tokens
         return replica.free_seqs >= 1 and room
 

@@ -22,7 +22,12 @@ def prepare_environment(config: EngineConfig) -> None:
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    if not _has_gpu() and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+    if _has_gpu():
+        return
+    # a thread that spins at a barrier keeps its core from the one it waits for: on a busy machine
+    # that costs several times the whole prefill, on an idle one sleeping costs next to nothing
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         # vLLM would bind each engine's threads to the same first cores; the kernel spreads
         # several engines better. `OMP_NUM_THREADS` says how many threads each has.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
