@@ -1,7 +1,9 @@
 """What a prefill costs: a linear model of one layer, fitted on measured prefills.
 
 One layer over n packed rows, each attending m keys on average, takes
-`c0 + c1·n + c2·n·m` (projections and MLP are linear in rows, attention in row-key pairs). Reusing
+`c0 + c1·n + c2·n·m` (projections and MLP are linear in rows, attention in row-key pairs; pairs of
+selected rows cost more than those of the dense causal kernel, so they have a price of their own).
+Reusing
 one stored token in one layer (read, rotate, scatter) takes `c_reuse`. A prefill also pays a fixed
 `c_fixed` (admission, engine steps, the last token).
 """
@@ -36,7 +38,8 @@ class Work:
 
     layers: float  # layer launches
     rows: float  # token-layers computed
-    pairs: float  # row-key pairs attended
+    pairs: float  # row-key pairs attended by all rows of a prompt
+    selected_pairs: float  # row-key pairs attended by selected rows
     reused: float  # token-layers of stored KV stitched
 
     def __add__(self, other: "Work") -> "Work":
@@ -44,6 +47,7 @@ class Work:
             layers=self.layers + other.layers,
             rows=self.rows + other.rows,
             pairs=self.pairs + other.pairs,
+            selected_pairs=self.selected_pairs + other.selected_pairs,
             reused=self.reused + other.reused,
         )
 
@@ -64,26 +68,33 @@ def prefill_work(
     engine does.
     """
     rest = num_layers - warmup_depth
-    total = Work(layers=0.0, rows=0.0, pairs=0.0, reused=0.0)
     probes = probe_len if any(0.0 < r < 1.0 for r in coverages) else 0
+    rows = pairs = selected_pairs = reused = 0.0
     for shape, coverage in zip(shapes, coverages, strict=True):
         n = shape.num_tokens
-        warm = Work(layers=0.0, rows=n * warmup_depth, pairs=n * n / 2 * warmup_depth, reused=0.0)
         active = shape.num_always + coverage * shape.num_cached
-        patch = Work(
-            layers=0.0,
-            rows=active * rest,
-            pairs=active * n / 2 * rest,
-            reused=shape.num_cached * rest,
-        )
+        rows += n * warmup_depth + active * rest
+        pairs += n * n / 2 * warmup_depth
+        if active == n:  # nothing is left out
+            pairs += n * n / 2 * rest
+        else:
+            selected_pairs += active * n / 2 * rest
+        reused += shape.num_cached * rest
         if signal is Signal.QCI:
-            rows = float(shape.num_always * probes)
-            probe = Work(layers=0.0, rows=rows, pairs=rows * n, reused=0.0)
-        else:  # only keys and values of all tokens at layer w: about a quarter of a layer
-            rows = 0.25 * n * min(probes, 1) + active * max(probes - 1, 0)
-            probe = Work(layers=0.0, rows=rows, pairs=0.0, reused=0.0)
-        total = total + warm + patch + probe
-    return total + Work(layers=num_layers + probes, rows=0.0, pairs=0.0, reused=0.0)
+            rows += shape.num_always * probes
+            selected_pairs += shape.num_always * n * probes
+        elif probes:  # only keys and values of all tokens at layer w: about a quarter of a layer
+            rows += 0.25 * n + active * (probes - 1)
+    return Work(
+        layers=num_layers + probes,
+        rows=rows,
+        pairs=pairs,
+        selected_pairs=selected_pairs,
+        reused=reused,
+    )
+
+
+PRICES = ("fixed_ms", "layer_ms", "row_ms", "pair_ms", "selected_pair_ms", "reuse_ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +106,7 @@ class CostModel:
     layer_ms: float
     row_ms: float
     pair_ms: float
+    selected_pair_ms: float
     reuse_ms: float
     scale: float = 1.0
     relative_error: float = 0.0  # worst, on the fitted samples
@@ -102,7 +114,7 @@ class CostModel:
     def __post_init__(self) -> None:
         if self.num_layers < 1:
             raise ValueError(f"num_layers must be 1 or more, got {self.num_layers}")
-        for name in ("fixed_ms", "layer_ms", "row_ms", "pair_ms", "reuse_ms", "scale"):
+        for name in (*PRICES, "scale"):
             value = getattr(self, name)
             if not np.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
@@ -113,6 +125,7 @@ class CostModel:
             + self.layer_ms * work.layers
             + self.row_ms * work.rows
             + self.pair_ms * work.pairs
+            + self.selected_pair_ms * work.selected_pairs
             + self.reuse_ms * work.reused
         )
 
@@ -137,9 +150,11 @@ def fit_cost_model(
         raise ValueError(f"need at least 2 samples with their times, got {len(works)}")
     if not np.all(np.isfinite(times)) or np.any(times <= 0):
         raise ValueError(f"measured times must be finite and positive, got {list(measured_ms)}")
-    columns = np.array([[1.0, w.layers, w.rows, w.pairs, w.reused] for w in works])
+    columns = np.array(
+        [[1.0, w.layers, w.rows, w.pairs, w.selected_pairs, w.reused] for w in works]
+    )
     # every sample of one model walks nearly the same number of layers: not apart from the constant
-    active = [0, 2, 3, 4]
+    active = [0, 2, 3, 4, 5]
     weighted = columns / times[:, None]
     prices = np.zeros(columns.shape[1])
     while active:
@@ -152,13 +167,5 @@ def fit_cost_model(
         active.pop(int(np.argmin(solution * scales)))
     predicted = columns @ prices
     error = float(np.max(np.abs(predicted - times) / times))
-    fixed, layer, row, pair, reuse = (float(x) for x in prices)
-    return CostModel(
-        num_layers=num_layers,
-        fixed_ms=fixed,
-        layer_ms=layer,
-        row_ms=row,
-        pair_ms=pair,
-        reuse_ms=reuse,
-        relative_error=error,
-    )
+    priced = dict(zip(PRICES, map(float, prices), strict=True))
+    return CostModel(num_layers=num_layers, relative_error=error, **priced)

@@ -72,15 +72,16 @@ class _Block:
     end: int
     first_key: int
     last_key: int
-    positions: Tensor | None  # None: the queries are all of the keys, the causal kernel does it
+    positions: Tensor | None  # None: the queries are all of the keys, for the causal kernel
     mask: Tensor | None  # additive, if it is kept
 
 
 class SelectedAttention:
     """The plan of `selected_attention` for one set of queries, made once and run in every layer.
 
-    A request whose queries are all of its keys takes the causal kernel. Other queries go in blocks
-    of sorted rows, each against the keys up to the block's last position, under an additive mask.
+    Queries that are all of the keys from the first on take the causal kernel. The others go in
+    blocks of sorted rows, each against the keys up to the block's last position, under an additive
+    mask.
     """
 
     def __init__(
@@ -96,10 +97,12 @@ class SelectedAttention:
         positions = q_positions.tolist()
         for i in range(len(q_offsets) - 1):
             start, end = q_offsets[i], q_offsets[i + 1]
-            first_key, num_keys = k_offsets[i], k_offsets[i + 1] - k_offsets[i]
-            if end - start == num_keys:  # sorted distinct positions below num_keys: all of them
-                self._blocks.append(_Block(start, end, first_key, first_key + num_keys, None, None))
-                continue
+            first_key = k_offsets[i]
+            dense = _leading_run(positions[start:end])
+            if dense >= BLOCK_ROWS or dense == end - start > 0:
+                block = _Block(start, start + dense, first_key, first_key + dense, None, None)
+                self._blocks.append(block)
+                start += dense
             for lo in range(start, end, BLOCK_ROWS):
                 hi = min(lo + BLOCK_ROWS, end)
                 seen = positions[hi - 1] + 1
@@ -131,6 +134,16 @@ class SelectedAttention:
             )
             out[block.start : block.end] = attended[0].transpose(0, 1)
         return out
+
+
+def _leading_run(positions: Sequence[int]) -> int:
+    """How many of the ascending positions are 0, 1, 2 and so on."""
+    run = 0
+    for position in positions:
+        if position != run:
+            break
+        run += 1
+    return run
 
 
 def _mask(positions: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from replicas.batch import SegmentKind
 from replicas.connector_types import RequestParams, ResultParams, SegmentSpan
 from replicas.interface import StoredChunk
 
-LONGEST_TOKENS = 1024
+LONGEST_TOKENS = 2048
 REUSE_COVERAGES = (0.0, 0.1, 0.4)
 SUFFIX_TOKENS = 16
 REPEATS = 2
@@ -37,39 +37,37 @@ class MeasuredEngine(Protocol):
 
 
 async def measure_cost(engine: MeasuredEngine, *, num_layers: int) -> CostModel:
-    """Time full prefills of three lengths and, with chunk reuse, three coverages of one chunk."""
+    """Time full prefills of three lengths and, with chunk reuse, three coverages of two chunks."""
     rng = random.Random()  # of its own: other prompts than any replica before
     longest = min(LONGEST_TOKENS, engine.max_model_len // 2)
+    works: list[Work] = []
+    times: list[float] = []
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(engine.vocab_size) for _ in range(count)]
 
-    await engine.prefill_ms(tokens(SUFFIX_TOKENS), None)  # warm-up: first calls allocate
-    works: list[Work] = []
-    times: list[float] = []
-
-    async def best_ms(token_ids: list[int], params: RequestParams | None) -> float:
+    async def measure(work: Work, token_ids: list[int], params: RequestParams | None) -> None:
         # the best of a few: what else the machine does at start-up is not the prefill's cost
-        return min([(await engine.prefill_ms(token_ids, params))[0] for _ in range(REPEATS)])
+        runs = [(await engine.prefill_ms(token_ids, params))[0] for _ in range(REPEATS)]
+        works.append(work)
+        times.append(min(runs))
 
-    for length in (max(2, longest // 16), longest // 4, longest):
-        works.append(_work(0, length, num_layers=num_layers, warmup_depth=num_layers, coverage=1.0))
-        times.append(await best_ms(tokens(length), _exact(num_layers, engine)))
-    if engine.reuses_chunks:
-        chunk, salt = tuple(tokens(longest - SUFFIX_TOKENS)), f"calibration-{rng.random()}"
-        stored = await engine.ingest(chunk, cache_salt=salt)
+    await engine.prefill_ms(tokens(SUFFIX_TOKENS), None)  # warm-up: first calls allocate
+    for length in (max(2, longest // 32), longest // 4, longest):
+        work = _work(0, length, num_layers=num_layers, warmup_depth=num_layers, coverage=1.0)
+        await measure(work, tokens(length), _exact(num_layers, engine))
+    for length in (longest // 4, longest) if engine.reuses_chunks else ():
+        chunk, salt = tokens(length - SUFFIX_TOKENS), f"calibration-{rng.random()}"
+        try:
+            stored = await engine.ingest(tuple(chunk), cache_salt=salt)
+        except ValueError:  # a store without room for it now
+            continue
         for coverage in REUSE_COVERAGES:
-            params = _reuse(len(chunk), salt, coverage)
-            works.append(
-                _work(
-                    len(chunk),
-                    SUFFIX_TOKENS,
-                    num_layers=num_layers,
-                    warmup_depth=1,
-                    coverage=coverage,
-                )
+            work = _work(
+                len(chunk), SUFFIX_TOKENS, num_layers=num_layers, warmup_depth=1, coverage=coverage
             )
-            times.append(await best_ms([*chunk, *tokens(SUFFIX_TOKENS)], params))
+            prompt = [*chunk, *tokens(SUFFIX_TOKENS)]
+            await measure(work, prompt, _reuse(len(chunk), salt, coverage))
         engine.delete_chunk(stored.chunk_id)
     return fit_cost_model(works, times, num_layers=num_layers)
 

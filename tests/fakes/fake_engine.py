@@ -98,6 +98,7 @@ class FakeEngine:
             layer_ms=0.0,
             row_ms=0.01,
             pair_ms=0.0,
+            selected_pair_ms=0.0,
             reuse_ms=0.0,
         )
 

@@ -23,8 +23,10 @@ def test_full_warmup_counts_every_token_layer_and_reuses_nothing():
     assert work.reused == 0
 
 
-def test_coverage_one_costs_the_rows_of_full_prefill():
-    assert work_of(900, 100, 1.0).rows == work_of(900, 100, 0.0, w=8, p=0).rows
+def test_coverage_one_costs_the_rows_and_pairs_of_full_prefill():
+    patched, full = work_of(900, 100, 1.0), work_of(900, 100, 0.0, w=8, p=0)
+    assert (patched.rows, patched.pairs) == (full.rows, full.pairs)
+    assert patched.selected_pairs == 0
 
 
 @pytest.mark.parametrize("signal", list(Signal))
@@ -53,7 +55,7 @@ def test_a_batchs_work_is_the_sum_of_its_requests_but_for_the_launches():
         for s, r in zip(shapes, [0.2, 0.4], strict=True)
     ]
     assert together.rows == sum(w.rows for w in alone)
-    assert together.pairs == pytest.approx(sum(w.pairs for w in alone))
+    assert together.selected_pairs == pytest.approx(sum(w.selected_pairs for w in alone))
     assert together.layers == alone[0].layers
 
 
@@ -67,7 +69,13 @@ def random_works(rng, count):
 def test_fit_recovers_the_prices():
     rng = random.Random(0)
     true = CostModel(
-        num_layers=8, fixed_ms=12.0, layer_ms=0.0, row_ms=0.02, pair_ms=3e-6, reuse_ms=0.001
+        num_layers=8,
+        fixed_ms=12.0,
+        layer_ms=0.0,
+        row_ms=0.02,
+        pair_ms=3e-6,
+        selected_pair_ms=3e-6,
+        reuse_ms=0.001,
     )
     works = random_works(rng, 20)
     fitted = fit_cost_model(works, [true.work_ms(w) for w in works], num_layers=8)
@@ -94,7 +102,13 @@ def test_fit_refuses_times_that_cannot_be(times):
 
 def test_observations_move_the_scale_and_wild_ones_are_bounded():
     cost = CostModel(
-        num_layers=8, fixed_ms=1.0, layer_ms=0.0, row_ms=1.0, pair_ms=0.0, reuse_ms=0.0
+        num_layers=8,
+        fixed_ms=1.0,
+        layer_ms=0.0,
+        row_ms=1.0,
+        pair_ms=0.0,
+        selected_pair_ms=0.0,
+        reuse_ms=0.0,
     )
     for _ in range(200):
         cost = cost.observed(expected_ms=100.0 * cost.scale, actual_ms=200.0)
@@ -105,7 +119,14 @@ def test_observations_move_the_scale_and_wild_ones_are_bounded():
 
 
 def test_costs_that_are_not_numbers_are_refused_by_name():
-    good = {"fixed_ms": 1.0, "layer_ms": 0.0, "row_ms": 1.0, "pair_ms": 0.0, "reuse_ms": 0.0}
+    good = {
+        "fixed_ms": 1.0,
+        "layer_ms": 0.0,
+        "row_ms": 1.0,
+        "pair_ms": 0.0,
+        "selected_pair_ms": 0.0,
+        "reuse_ms": 0.0,
+    }
     for name in good:
         for bad in (float("nan"), float("inf"), -1.0):
             with pytest.raises(ValueError, match=name):
@@ -113,5 +134,5 @@ def test_costs_that_are_not_numbers_are_refused_by_name():
 
 
 def test_work_adds_up():
-    one = Work(layers=1, rows=2, pairs=3, reused=4)
-    assert one + one == Work(layers=2, rows=4, pairs=6, reused=8)
+    one = Work(layers=1, rows=2, pairs=3, selected_pairs=5, reused=4)
+    assert one + one == Work(layers=2, rows=4, pairs=6, selected_pairs=10, reused=8)

@@ -18,7 +18,13 @@ from planner import (
 )
 
 COST = CostModel(
-    num_layers=30, fixed_ms=20.0, layer_ms=0.0, row_ms=0.02, pair_ms=1e-6, reuse_ms=0.0005
+    num_layers=30,
+    fixed_ms=20.0,
+    layer_ms=0.0,
+    row_ms=0.02,
+    pair_ms=1e-6,
+    selected_pair_ms=1e-6,
+    reuse_ms=0.0005,
 )
 
 

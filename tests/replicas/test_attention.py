@@ -18,6 +18,7 @@ def ragged(seed, *, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float3
     for i in range(4):
         num_keys = int(torch.randint(1, 90, (), generator=gen))
         keep = torch.rand(num_keys, generator=gen) < (1.0 if i == 2 else share)
+        keep[: num_keys // 2] |= i == 1  # a dense beginning, such as a prefix and missed chunks
         chosen = keep.nonzero()[:, 0]
         positions.append(chosen)
         q_offsets.append(q_offsets[-1] + len(chosen))
