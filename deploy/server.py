@@ -57,10 +57,8 @@ def running_server(
     check_port(settings.http.host, settings.http.port)
     model_dir = _resolve(settings, progress)
     owns_ray = ray_address is None
-    if owns_ray:  # other nodes of a cluster look for the model themselves
-        found = {"name_or_dir": str(model_dir), "served_name": settings.served_name}
-        settings = settings.model_copy(update={"model": settings.model.model_copy(update=found)})
     if owns_ray:
+        settings = _for_this_machine(settings, model_dir)
         prepare_environment()  # before anything below imports Ray
     from deploy.app import check_host_tier
 
@@ -93,6 +91,22 @@ def check_port(host: str, port: int) -> None:
                 f"http.port: can not listen on {host}:{port}: {exc.strerror}; "
                 "choose another with --port"
             ) from None
+
+
+def _for_this_machine(settings: Settings, model_dir: Path) -> Settings:
+    """The settings where all replicas run here: the model that was found, the cores shared out.
+
+    In a cluster every node finds the model for itself, and says how many cores it has.
+    """
+    found = {"name_or_dir": str(model_dir), "served_name": settings.served_name}
+    ranks = settings.replicas.num * settings.engine.tensor_parallel_size
+    threads = settings.engine.cpu_threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+    return settings.model_copy(
+        update={
+            "model": settings.model.model_copy(update=found),
+            "engine": settings.engine.model_copy(update={"cpu_threads": threads}),
+        }
+    )
 
 
 def _resolve(settings: Settings, progress: Progress) -> Path:
@@ -164,8 +178,10 @@ def _progress_of(overview: Any) -> str:
         states = {str(getattr(k, "value", k)): n for k, n in deployment.replica_states.items()}
         running = states.get("RUNNING", 0)
         parts.append(f"{name} {running} of {sum(states.values())} running")
-        if "rror" in deployment.message and not running:  # else only that it takes its time
-            parts[-1] += f" ({deployment.message.strip().splitlines()[-1][:200]})"
+        if not running:
+            failed = "rror" in deployment.message  # else the message only says that it takes time
+            last_line = deployment.message.strip().splitlines()[-1:] if failed else []
+            parts[-1] += f" ({(last_line or ['loading'])[0][:200]})"
     return ", ".join(parts) or "waiting for Serve"
 
 
