@@ -2,15 +2,13 @@
 
 import asyncio
 import os
-from collections import OrderedDict
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from kv_tier.host_tier import HostTier, HostTierConfig
-from kv_tier.keys import KeySpace, content_id, model_fingerprint
+from kv_tier.keys import KeySpace, model_fingerprint
 from planner.clock import Clock, MonotonicClock
 from planner.cost_model import CostModel
 from planner.policies import FULL_PREFILL
@@ -25,6 +23,7 @@ from planner.types import (
 )
 from replicas.batch import SegmentKind
 from replicas.calibration import measure_cost
+from replicas.chunk_ingester import TIER, ChunkIngester, IngesterConfig, WantedChunk
 from replicas.config import EngineConfig
 from replicas.connector_types import RequestParams, ResultParams, SegmentSpan
 from replicas.interface import (
@@ -35,8 +34,6 @@ from replicas.interface import (
     StoredChunk,
 )
 from replicas.vllm_args import anchor_ids, chunk_reuse_args, engine_args, prepare_environment
-
-TIER = "host"
 
 
 class VllmEngine:
@@ -53,10 +50,8 @@ class VllmEngine:
         self._serial = count()
         self._prefilling = 0  # requests without their first token
         self._running = 0
-        self._backlog: OrderedDict[bytes, _Missed] = OrderedDict()
-        self._ingests: dict[bytes, asyncio.Task[StoredChunk]] = {}
-        self._idle = asyncio.Event()
-        self._ingester: asyncio.Task[None] | None = None
+        self._ingester: ChunkIngester | None = None
+        self._ingesting: asyncio.Task[None] | None = None
 
     # ---- life ----
 
@@ -95,8 +90,21 @@ class VllmEngine:
         self._num_layers = live.model_config.get_num_layers(live.parallel_config)
         self._capacity_tokens = live.cache_config.num_gpu_blocks * live.cache_config.block_size
         self._vocab_size = live.model_config.get_vocab_size()
+        if self._tier is not None and self._keys is not None:
+            self._ingester = ChunkIngester(
+                self._tier,
+                self._keys,
+                self._prefill_chunk,
+                IngesterConfig(
+                    num_layers=self._num_layers,
+                    max_model_len=self._max_model_len,
+                    max_backlog=self._config.max_ingest_backlog,
+                ),
+                recompute_ms=self._recompute_ms,
+            )
         self._cost = await measure_cost(self, num_layers=self._num_layers)
-        self._ingester = asyncio.create_task(self._ingest_when_idle())
+        if self._ingester is not None:
+            self._ingesting = asyncio.create_task(self._ingester.run())
         return EngineInfo(
             model=self._config.model_name or Path(self._config.model_dir).name,
             fingerprint=fingerprint,
@@ -109,8 +117,10 @@ class VllmEngine:
         )
 
     async def close(self) -> None:
+        if self._ingesting is not None:
+            self._ingesting.cancel()
         if self._ingester is not None:
-            self._ingester.cancel()
+            await self._ingester.close()
         if self._engine is not None:
             if self._engine.output_handler is not None:
                 self._engine.output_handler.cancel()  # it would log our shutdown as a failure
@@ -195,15 +205,15 @@ class VllmEngine:
         return EngineLoad(
             num_running=self._running - self._prefilling,
             num_waiting=self._prefilling,
-            num_ingest_backlog=len(self._backlog) + len(self._ingests),
+            num_ingest_backlog=self._ingester.num_open if self._ingester else 0,
         )
 
     # ---- chunks ----
 
     async def ingest(self, token_ids: tuple[int, ...], *, cache_salt: str = "") -> StoredChunk:
-        return await self._ingest(
-            _Missed(token_ids=token_ids, cache_salt=cache_salt, kind=SegmentKind.CHUNK)
-        )
+        if self._ingester is None:
+            raise ValueError("chunk reuse is off for this model")
+        return await self._ingester.ingest(WantedChunk(token_ids=token_ids, cache_salt=cache_salt))
 
     def find_chunk(self, chunk_id: str) -> StoredChunk | None:
         for entry in self._tier.find(chunk_id) if self._tier else []:
@@ -298,12 +308,13 @@ class VllmEngine:
                 timings=PrefillTimings(compute_ms=first_ms),
                 full_prefill=True,
             )
-        spans = _spans(request)
+        spans, prompt_ids = _spans(request), request.prompt_ids
         for idx in answer.missing:
             span = spans[idx]
-            self._remember(
-                _Missed(
-                    token_ids=tuple(request.prompt_ids[span.start : span.end]),
+            assert self._ingester is not None
+            self._ingester.remember(
+                WantedChunk(
+                    token_ids=tuple(prompt_ids[span.start : span.end]),
                     cache_salt=request.cache_salt,
                     kind=span.kind,
                 )
@@ -315,125 +326,31 @@ class VllmEngine:
     def _begin(self) -> None:
         self._running += 1
         self._prefilling += 1
-        self._idle.clear()
+        self._tell_ingester()
 
     def _first_token(self) -> None:
         self._prefilling -= 1
-        if self._prefilling == 0:
-            self._idle.set()
+        self._tell_ingester()
 
     def _end(self, *, had_first_token: bool) -> None:
         self._running -= 1
         if not had_first_token:
             self._first_token()
 
-    # ---- ingestion ----
+    def _tell_ingester(self) -> None:
+        if self._ingester is not None:
+            self._ingester.set_idle(self._prefilling == 0)
 
-    def _remember(self, missed: "_Missed") -> None:
-        """Keep a missed chunk for idle time; the oldest ones fall out of a full backlog."""
-        key = self._key(missed)
-        self._backlog[key] = missed
-        self._backlog.move_to_end(key)
-        while len(self._backlog) > self._config.max_ingest_backlog:
-            self._backlog.popitem(last=False)
-        if self._prefilling == 0:
-            self._idle.set()
-
-    async def _ingest_when_idle(self) -> None:
-        """Compute missed chunks, the latest first, while no request waits for its first token."""
-        while True:
-            await self._idle.wait()
-            if not self._backlog:
-                self._idle.clear()
-                continue
-            _, missed = self._backlog.popitem(last=True)
-            try:
-                await self._ingest(missed)
-            except ValueError:
-                continue  # it cannot be stored: too long, or no room
-            except EngineDeadError:
-                return
-
-    async def _ingest(self, missed: "_Missed") -> StoredChunk:
-        """Compute and store one chunk; callers that want the same one share the work."""
-        if self._tier is None or self._keys is None:
-            raise ValueError("chunk reuse is off for this model")
-        if not missed.token_ids:
-            raise ValueError("a chunk needs at least one token")
-        key = self._key(missed)
-        self._backlog.pop(key, None)
-        chunk = self._stored(missed)
-        (is_there,) = self._tier.contains([key])
-        if is_there:
-            return chunk
-        task = self._ingests.get(key)
-        if task is None:
-            task = self._ingests[key] = asyncio.create_task(self._compute(missed, chunk))
-            task.add_done_callback(lambda _: self._ingests.pop(key, None))
-        return await asyncio.shield(task)
-
-    async def _compute(self, missed: "_Missed", chunk: StoredChunk) -> StoredChunk:
-        assert self._keys is not None
-        anchor = self._keys.anchor_ids if missed.kind is SegmentKind.CHUNK else ()
-        token_ids = [*anchor, *missed.token_ids]
-        if len(token_ids) < 2:  # a prefix of one token: the engine computes such a prompt itself
-            raise ValueError("a prompt prefix of one token is not worth storing")
-        if len(token_ids) >= self._max_model_len:
-            raise ValueError(
-                f"a chunk of {len(missed.token_ids)} tokens does not fit the model's "
-                f"{self._max_model_len}"
-            )
-        params = RequestParams(
-            segments=[SegmentSpan(kind=missed.kind, start=len(anchor), end=len(token_ids))],
-            cache_salt=missed.cache_salt,
-            warmup_depth=self._num_layers,
-            probe_len=0,
-            batch_id=-1 - next(self._serial),
-            # a prefix is nobody's chunk: no listing shows it
-            ingest_content_id=chunk.chunk_id if missed.kind is SegmentKind.CHUNK else "",
-            recompute_ms=self._recompute_ms(len(token_ids)),
-        )
+    async def _prefill_chunk(
+        self, token_ids: list[int], params: RequestParams
+    ) -> ResultParams | None:
         _, result = await self.prefill_ms(token_ids, params)
-        is_stored = result is not None and result.stored
-        if not is_stored and self._tier is not None:  # another replica of the node was faster
-            (is_stored,) = self._tier.contains([self._key(missed)])
-        if not is_stored:
-            raise ValueError(
-                f"no room in the host tier for a chunk of {len(missed.token_ids)} tokens "
-                f"({chunk.nbytes} bytes)"
-            )
-        return chunk
+        return result
 
     def _recompute_ms(self, num_tokens: int) -> float:
         if self._cost is None:  # while the cost is being measured
             return float(num_tokens)
         return self._cost.row_ms * self._num_layers * num_tokens
-
-    def _stored(self, missed: "_Missed") -> StoredChunk:
-        assert self._tier is not None
-        return StoredChunk(
-            chunk_id=content_id(missed.token_ids, cache_salt=missed.cache_salt),
-            num_tokens=len(missed.token_ids),
-            nbytes=self._tier.config.layout.entry_bytes(len(missed.token_ids)),
-            tier=TIER,
-        )
-
-    def _key(self, missed: "_Missed") -> bytes:
-        assert self._keys is not None
-        return self._keys.key(
-            missed.token_ids,
-            cache_salt=missed.cache_salt,
-            anchored=missed.kind is SegmentKind.CHUNK,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Missed:
-    """A chunk or prompt prefix whose isolated KV is wanted in the store."""
-
-    token_ids: tuple[int, ...]
-    cache_salt: str
-    kind: SegmentKind
 
 
 def _logprobs(completion: Any) -> tuple[float, ...] | None:
