@@ -1,11 +1,10 @@
 """What a prefill costs: a linear model of one layer, fitted on measured prefills.
 
-One layer over n packed rows, each attending m keys on average, takes
-`c0 + c1·n + c2·n·m` (projections and MLP are linear in rows, attention in row-key pairs; pairs of
-selected rows cost more than those of the dense causal kernel, so they have a price of their own).
-Reusing
-one stored token in one layer (read, rotate, scatter) takes `c_reuse`. A prefill also pays a fixed
-`c_fixed` (admission, engine steps, the last token).
+One layer over n packed rows, each attending m keys on average, takes `c1·n + c2·n·m`: projections
+and MLP are linear in rows, attention in row-key pairs. Pairs of selected rows cost more than those
+of the dense causal kernel, so they have a price of their own. Reusing one stored token in one layer
+(read, rotate, scatter) has one too, and every prefill pays a fixed time (admission, engine steps,
+the last token).
 """
 
 from collections.abc import Sequence
@@ -36,20 +35,10 @@ class PrefillShape:
 class Work:
     """Arithmetic of a prefill, counted in units that the cost model prices."""
 
-    layers: float  # layer launches
     rows: float  # token-layers computed
     pairs: float  # row-key pairs attended by all rows of a prompt
     selected_pairs: float  # row-key pairs attended by selected rows
     reused: float  # token-layers of stored KV stitched
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
-            layers=self.layers + other.layers,
-            rows=self.rows + other.rows,
-            pairs=self.pairs + other.pairs,
-            selected_pairs=self.selected_pairs + other.selected_pairs,
-            reused=self.reused + other.reused,
-        )
 
 
 def prefill_work(
@@ -79,14 +68,13 @@ def prefill_work(
             pairs += n * n / 2 * rest
         else:
             selected_pairs += active * n / 2 * rest
-        reused += shape.num_cached * rest
+        reused += shape.num_cached * (rest + probes)
         if signal is Signal.QCI:
             rows += shape.num_always * probes
             selected_pairs += shape.num_always * n * probes
         elif probes:  # only keys and values of all tokens at layer w: about a quarter of a layer
             rows += 0.25 * n + active * (probes - 1)
     return Work(
-        layers=num_layers + probes,
         rows=rows,
         pairs=pairs,
         selected_pairs=selected_pairs,
@@ -94,7 +82,7 @@ def prefill_work(
     )
 
 
-PRICES = ("fixed_ms", "layer_ms", "row_ms", "pair_ms", "selected_pair_ms", "reuse_ms")
+PRICES = ("fixed_ms", "row_ms", "pair_ms", "selected_pair_ms", "reuse_ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +91,6 @@ class CostModel:
 
     num_layers: int
     fixed_ms: float
-    layer_ms: float
     row_ms: float
     pair_ms: float
     selected_pair_ms: float
@@ -122,18 +109,24 @@ class CostModel:
     def work_ms(self, work: Work) -> float:
         return self.scale * (
             self.fixed_ms
-            + self.layer_ms * work.layers
             + self.row_ms * work.rows
             + self.pair_ms * work.pairs
             + self.selected_pair_ms * work.selected_pairs
             + self.reuse_ms * work.reused
         )
 
-    def observed(self, expected_ms: float, actual_ms: float, *, weight: float = 0.2) -> "CostModel":
-        """Follow the machine: move `scale` towards actual / expected, bounded to a factor of 4."""
+    def observed(
+        self, expected_ms: float, actual_ms: float, *, plan_scale: float, weight: float
+    ) -> "CostModel":
+        """Follow the machine: move `scale` towards what would have made the plan right.
+
+        plan_scale: the scale that `expected_ms` was made with; several plans may be on their way
+        while the scale moves. One observation counts for at most a factor of 4.
+        weight: of this observation, 0-1; members of a batch share one.
+        """
         if expected_ms <= 0 or actual_ms <= 0:
             return self
-        target = self.scale * min(4.0, max(0.25, actual_ms / expected_ms))
+        target = plan_scale * min(4.0, max(0.25, actual_ms / expected_ms))
         return replace(self, scale=(1 - weight) * self.scale + weight * target)
 
 
@@ -150,11 +143,8 @@ def fit_cost_model(
         raise ValueError(f"need at least 2 samples with their times, got {len(works)}")
     if not np.all(np.isfinite(times)) or np.any(times <= 0):
         raise ValueError(f"measured times must be finite and positive, got {list(measured_ms)}")
-    columns = np.array(
-        [[1.0, w.layers, w.rows, w.pairs, w.selected_pairs, w.reused] for w in works]
-    )
-    # every sample of one model walks nearly the same number of layers: not apart from the constant
-    active = [0, 2, 3, 4, 5]
+    columns = np.array([[1.0, w.rows, w.pairs, w.selected_pairs, w.reused] for w in works])
+    active = list(range(columns.shape[1]))
     weighted = columns / times[:, None]
     prices = np.zeros(columns.shape[1])
     while active:

@@ -8,6 +8,8 @@ from planner.cost_model import CostModel, PrefillShape, prefill_work
 from planner.policies import ADAPTIVE
 from planner.types import BatchPlan, RecomputeConfig, RequestPlan, Signal
 
+EDGE = 1e-6  # a coverage next to 0 or 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetBand:
@@ -101,6 +103,8 @@ class SlackPlanner:
                     coverage=coverage if r.config is None else r.config.coverage,
                     expected_ms=expected_ms,
                     budget_ms=budget_ms,
+                    num_cached=r.shape.num_cached,
+                    cost_scale=cost.scale,
                 )
                 for r in requests
             ),
@@ -110,13 +114,17 @@ class SlackPlanner:
 
     def _coverage(self, batch_ms: "CostOfCoverage", budget_ms: float) -> float:
         band = self._config.band
-        low_ms, high_ms = batch_ms(band.floor), batch_ms(band.saturation)
-        if high_ms <= budget_ms or high_ms <= low_ms:
+        if batch_ms(band.saturation) <= budget_ms:
             return band.saturation
-        if low_ms >= budget_ms:
+        if batch_ms(band.floor) >= budget_ms:
             return band.floor
-        share = (budget_ms - low_ms) / (high_ms - low_ms)
-        return band.floor + share * (band.saturation - band.floor)
+        # linear between 0 and 1, but not at them: there the Probe is skipped
+        low, high = max(band.floor, EDGE), min(band.saturation, 1.0 - EDGE)
+        low_ms, high_ms = batch_ms(low), batch_ms(high)
+        if budget_ms <= low_ms or high_ms <= low_ms:
+            return band.floor
+        share = min(1.0, (budget_ms - low_ms) / (high_ms - low_ms))
+        return low + share * (high - low)
 
 
 class CostOfCoverage(Protocol):

@@ -176,7 +176,7 @@ class FcfsScheduler:
 
 def _phase_key(profile: RequestProfile) -> tuple[object, ...]:
     """Requests with the same key can share a batch's phases."""
-    if profile.policy == FULL_PREFILL:
+    if profile.policy == FULL_PREFILL or not profile.chunks:
         return (FULL_PREFILL,)
     if profile.config is None:
         return ()

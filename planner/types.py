@@ -127,6 +127,8 @@ class RequestPlan:
     coverage: float
     expected_ms: float
     budget_ms: float
+    num_cached: int = 0  # stored chunk tokens that the plan counts on
+    cost_scale: float = 1.0  # `CostModel.scale` that `expected_ms` was made with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +153,10 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTimings:
-    """Where the prefill's time went, in milliseconds of the replica's clock."""
+    """Where the prefill's time went, in milliseconds of the replica's clock.
+
+    The phases are timed where they are launched: on a GPU only `compute_ms` says what they took.
+    """
 
     hold_ms: float = 0.0  # waiting for the other members of the batch and for KV blocks
     load_ms: float = 0.0  # reading stored KV and rotating it to its position

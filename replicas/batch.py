@@ -69,6 +69,7 @@ class BatchJob:
     warmup_depth: int
     probe_len: int
     jobs: list[PrefillJob]
+    is_ingest: bool = False  # nobody waits for it: it runs where no other batch can
 
 
 @dataclass(frozen=True, slots=True)

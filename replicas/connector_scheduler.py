@@ -27,6 +27,8 @@ from replicas.connector_types import (
 
 logger = logging.getLogger(__name__)
 
+MAX_RELEASED = 1024
+
 
 class JobState(Enum):
     WAITING = auto()  # vLLM has no blocks for it yet, or its batch is not complete
@@ -78,11 +80,8 @@ class SchedulerSide:
         self._clock = clock
         self._jobs: dict[str, _Job] = {}
         self._gathering: dict[int, _Gathering] = {}
-        self._allocated: OrderedDict[int, BatchJob] = OrderedDict()  # since the last step
-
-    @property
-    def num_active(self) -> int:
-        return sum(job.state is JobState.ACTIVE for job in self._jobs.values())
+        self._released: OrderedDict[int, None] = OrderedDict()  # batches that went without a member
+        self._allocated: dict[tuple[object, ...], BatchJob] = {}  # since the last step
 
     def arrived(
         self, request_id: str, params: RequestParams | None, *, num_prompt_tokens: int
@@ -92,7 +91,7 @@ class SchedulerSide:
             return
         now_ms = self._clock.now_ms()
         self._jobs[request_id] = _Job(params, num_prompt_tokens, now_ms)
-        if params.batch_size > 1:
+        if params.batch_size > 1 and params.batch_id not in self._released:
             batch = self._gathering.setdefault(
                 params.batch_id, _Gathering(params.batch_size, now_ms)
             )
@@ -115,6 +114,10 @@ class SchedulerSide:
             waited_ms = self._clock.now_ms() - batch.since_ms
             if len(batch.members) < batch.size and waited_ms < self._slices.hold_ms:
                 return None, False
+            if len(batch.members) < batch.size:
+                self._released[job.params.batch_id] = None
+                if len(self._released) > MAX_RELEASED:
+                    self._released.popitem(last=False)
             del self._gathering[job.params.batch_id]
         return job.num_prompt_tokens - 1, True
 
@@ -129,16 +132,16 @@ class SchedulerSide:
             if params.ingest_content_id is None
             else self._ingest_job(request_id, job, token_ids, block_ids)
         )
-        batch = self._allocated.get(params.batch_id)
-        if batch is None:
-            batch = self._allocated[params.batch_id] = BatchJob(
-                batch_id=params.batch_id,
-                signal=params.signal,
-                warmup_depth=params.warmup_depth,
-                probe_len=params.probe_len,
-                jobs=[],
-            )
-        batch.jobs.append(prefill)
+        batch = BatchJob(
+            batch_id=params.batch_id,
+            signal=params.signal,
+            warmup_depth=params.warmup_depth,
+            probe_len=params.probe_len,
+            jobs=[],
+            is_ingest=params.ingest_content_id is not None,
+        )
+        key = (batch.batch_id, batch.signal, batch.warmup_depth, batch.probe_len, batch.is_ingest)
+        self._allocated.setdefault(key, batch).jobs.append(prefill)
 
     def step(self, *, decoding: bool) -> StepMeta:
         """The work of one engine step; `decoding`: whether the step also generates tokens."""
@@ -153,7 +156,7 @@ class SchedulerSide:
         for request_id, job_report in (report.jobs if report else {}).items():
             job = self._jobs.get(request_id)
             if job is not None:
-                job.report = job_report
+                job.report = job_report if job.report is None else job.report.merge(job_report)
             for key in job_report.damaged:
                 self._discard(key)
         for request_id in finished:
@@ -275,13 +278,17 @@ class SchedulerSide:
         leases, job.leases = job.leases, []
         reservation, job.reservation = job.reservation, None
         try:
-            self._store.release(leases)
+            if leases:
+                self._store.release(leases)
+        except KvTierError:
+            logger.exception("leases could not be released")
+        try:
             if reservation is not None and completed:
                 job.stored = self._store.commit(reservation)
             elif reservation is not None:
                 self._store.abort(reservation)
         except KvTierError:
-            logger.exception("the host tier could not be told that a prefill ended")
+            logger.exception("a reservation could not be ended")
 
     def _result(self, job: _Job) -> ResultParams | None:
         """None for a request that ended before its prefill."""

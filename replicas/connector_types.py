@@ -5,7 +5,7 @@ every rank with each engine step, `WorkerReport` comes back; `ResultParams` is i
 final output.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from planner.types import PrefillResult, PrefillTimings, Signal
@@ -95,6 +95,14 @@ class JobReport:
     batch_size: int
     timings: PrefillTimings
 
+    def merge(self, other: "JobReport") -> "JobReport":
+        """A prefill failed if it failed on any rank; the first rank's times stand for all."""
+        return replace(
+            self,
+            failed=self.failed or other.failed,
+            damaged=sorted({*self.damaged, *other.damaged}),
+        )
+
 
 @dataclass
 class WorkerReport:
@@ -107,16 +115,5 @@ class WorkerReport:
         merged = dict(self.jobs)
         for request_id, report in other.jobs.items():
             mine = merged.get(request_id)
-            merged[request_id] = report if mine is None else _merge(mine, report)
+            merged[request_id] = report if mine is None else mine.merge(report)
         return WorkerReport(merged)
-
-
-def _merge(a: JobReport, b: JobReport) -> JobReport:
-    """A prefill failed if it failed on any rank; the first rank's times stand for all."""
-    return JobReport(
-        num_selected=a.num_selected,
-        failed=a.failed or b.failed,
-        damaged=sorted({*a.damaged, *b.damaged}),
-        batch_size=a.batch_size,
-        timings=a.timings,
-    )

@@ -1,12 +1,12 @@
 """The connector's side in every vLLM worker: runs the phases, some layers an engine step."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Generator
 
 import torch
 from torch import Tensor
-from vllm.logger import init_logger
 
 from kv_tier.arena_view import ArenaView
 from kv_tier.store import ChunkLocation
@@ -16,7 +16,7 @@ from replicas.connector_types import JobReport, StepMeta, WorkerReport
 from replicas.phases import ThreePhasePrefill
 from replicas.vllm_model import VllmModel
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class ArenaSource:
@@ -41,8 +41,8 @@ class ArenaSource:
                 return None
             self._checked.add((location.offset, layer))
         k, v = self._arena.read_layer(location, layer, *heads)
-        device = self._model.device
-        return k.to(device, non_blocking=True), v.to(device, non_blocking=True)
+        # blocking: the lease may end as soon as the walk does
+        return k.to(self._model.device), v.to(self._model.device)
 
 
 class PagedSink:
@@ -135,22 +135,35 @@ class _RunningBatch:
             for request_id, idx in self._live.items()
         }
 
-    def blocks(self, request_id: str) -> list[int]:
-        return self.job.jobs[self._live[request_id]].block_ids
-
 
 _END = object()
 
 
+class _Lane:
+    """Batches that run one after another."""
+
+    def __init__(self) -> None:
+        self.queue: deque[BatchJob] = deque()
+        self.running: _RunningBatch | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self.running is not None or bool(self.queue)
+
+
 class WorkerSide:
-    """Advances the batches in the order in which they came."""
+    """Advances the batches in the order in which they came, requests before ingests.
+
+    Every rank decides alike: what it goes by is the step's metadata and its own walk, which is the
+    same on all of them.
+    """
 
     def __init__(self, arena: ArenaView, model: VllmModel, block_size: int) -> None:
         self._arena = arena
         self._model = model
         self._block_size = block_size
-        self._queue: deque[BatchJob] = deque()
-        self._running: _RunningBatch | None = None
+        self._requests = _Lane()
+        self._ingests = _Lane()
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._reports: dict[str, JobReport] = {}
@@ -158,19 +171,21 @@ class WorkerSide:
     @torch.inference_mode()
     def run_step(self, meta: StepMeta) -> None:
         """Take in new batches and advance by the step's number of layers."""
-        self._queue.extend(meta.batches)
+        for job in meta.batches:
+            lane = self._ingests if job.is_ingest else self._requests
+            lane.queue.append(job)
         for _ in range(meta.num_layers):
-            if self._running is None:
-                if not self._queue:
-                    return
-                self._start(self._queue.popleft())
-            if self._running is not None:
-                self._advance(self._running)
+            lane = self._requests if self._requests.has_work else self._ingests
+            if not lane.has_work:
+                return
+            self._advance(lane)
 
+    @torch.inference_mode()
     def take_finished(self, aborted: set[str]) -> set[str]:
         """Requests whose prefill ended since the last call, and those of `aborted` it knew."""
         for request_id in aborted:
-            self._drop(request_id)
+            if self._drop(self._requests, request_id) or self._drop(self._ingests, request_id):
+                self._finished.add(request_id)
         finished, self._finished = self._finished, set()
         return finished
 
@@ -184,50 +199,52 @@ class WorkerSide:
 
     # ---- parts ----
 
-    def _start(self, job: BatchJob) -> None:
+    def _advance(self, lane: _Lane) -> None:
+        """One layer of the lane's batch. Whatever goes wrong, vLLM computes these prompts itself.
+
+        Not with several ranks: the others wait for this one in the middle of a layer, so the rank,
+        and with it the replica, has to end.
+        """
+        job = lane.running.job if lane.running is not None else lane.queue.popleft()
         try:
-            self._running = _RunningBatch(job, self._arena, self._model, self._block_size)
+            if lane.running is None:
+                lane.running = _RunningBatch(job, self._arena, self._model, self._block_size)
+            if not lane.running.advance():
+                self._end(lane, job, lane.running.reports(failed=False))
         except Exception:
-            # whatever it was, vLLM computes these prompts itself; the engine must live
-            logger.exception("prefill of batch %d could not start", job.batch_id)
-            for request in job.jobs:
-                self._finished.add(request.request_id)
+            if self._model.num_ranks > 1:
+                raise
+            logger.exception("the prefill of batch %d failed", job.batch_id)
+            reports = (
+                {r.request_id: _lost(len(job.jobs)) for r in job.jobs}
+                if lane.running is None
+                else lane.running.reports(failed=True)
+            )
+            self._end(lane, job, reports)
+
+    def _end(self, lane: _Lane, job: BatchJob, reports: dict[str, JobReport]) -> None:
+        for request in job.jobs:
+            report = reports.get(request.request_id)
+            if report is not None and report.failed:
                 self._failed_blocks.update(request.block_ids)
-                self._reports[request.request_id] = _lost(len(job.jobs))
-
-    def _advance(self, batch: _RunningBatch) -> None:
-        try:
-            more = batch.advance()
-        except Exception:
-            logger.exception("prefill of batch %d failed", batch.job.batch_id)
-            self._end(batch, failed=True)
-            return
-        if not more:
-            self._end(batch, failed=False)
-
-    def _end(self, batch: _RunningBatch, *, failed: bool) -> None:
-        reports = batch.reports(failed=failed)
-        for request_id, report in reports.items():
-            if report.failed:
-                self._failed_blocks.update(batch.blocks(request_id))
         self._reports.update(reports)
         self._finished.update(reports)
-        self._running = None
+        lane.running = None
 
-    def _drop(self, request_id: str) -> None:
-        if self._running is not None and self._running.drop(request_id):
-            self._finished.add(request_id)
-            if not self._running.live:
-                self._running = None
-            return
-        for job in list(self._queue):
+    def _drop(self, lane: _Lane, request_id: str) -> bool:
+        """Forget an aborted request; False if the lane does not know it."""
+        if lane.running is not None and lane.running.drop(request_id):
+            if not lane.running.live:
+                lane.running = None
+            return True
+        for job in lane.queue:
             kept = [r for r in job.jobs if r.request_id != request_id]
             if len(kept) < len(job.jobs):
                 job.jobs[:] = kept
-                self._finished.add(request_id)
                 if not kept:
-                    self._queue.remove(job)
-                return
+                    lane.queue.remove(job)
+                return True
+        return False
 
 
 def _lost(batch_size: int) -> JobReport:

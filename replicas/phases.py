@@ -157,7 +157,7 @@ class ThreePhasePrefill:
                 selected[i] = ranked[i]
         for i, rows in enumerate(selected):
             self.trace.num_selected[i] = len(rows)
-            self.trace.selected[i] = rows.cpu()
+            self.trace.selected[i] = rows
         return selected
 
     def _probe_kv_dev(self, hidden: Hidden, probed: list[int]) -> Steps[dict[int, Tensor]]:

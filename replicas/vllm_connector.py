@@ -77,6 +77,10 @@ class CacheSmithConnector(KVConnectorBase_V1):
             )
             self._scheduler = SchedulerSide(HostTier(tier), keys, slices, MonotonicClock())
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # whatever is not delivered, vLLM computes
+
     # ---- scheduler side ----
 
     def on_new_request(self, request: Any) -> None:
@@ -115,7 +119,11 @@ class CacheSmithConnector(KVConnectorBase_V1):
 
     def bind_model_runner(self, runner: Any) -> None:
         """Called by our worker class once the model and its cache are in place."""
-        model = VllmModel(runner.get_model(), total_num_kv_heads=self._layout.num_kv_heads)
+        model = VllmModel(
+            runner.get_model(),
+            total_num_kv_heads=self._layout.num_kv_heads,
+            max_rows=self._vllm_config.scheduler_config.max_num_batched_tokens,
+        )
         for layer in range(model.num_layers):
             if not hasattr(model.attention_layer(layer).impl, "do_kv_cache_update"):
                 raise RuntimeError(

@@ -35,6 +35,8 @@ from replicas.interface import (
 )
 from replicas.vllm_args import anchor_ids, chunk_reuse_args, engine_args, prepare_environment
 
+OBSERVATION_WEIGHT = 0.2  # of one batch in the running cost
+
 
 class VllmEngine:
     """`RagEngine` on vLLM's AsyncLLM, in this process and the processes that it starts."""
@@ -319,9 +321,23 @@ class VllmEngine:
                     kind=span.kind,
                 )
             )
-        if not answer.result.recovered and answer.result.batch_size == ticket.batch_size:
-            self._cost = self.cost.observed(ticket.plan.expected_ms, first_ms)
+        self._observe(ticket, answer.result, first_ms)
         return answer.result
+
+    def _observe(self, ticket: Ticket, result: PrefillResult, first_ms: float) -> None:
+        """Let the cost follow a prefill that went as it was planned."""
+        plan, num_hit = ticket.plan, result.num_context_tokens - result.num_miss_tokens
+        if (
+            not result.recovered
+            and result.batch_size == ticket.batch_size
+            and num_hit == plan.num_cached
+        ):
+            self._cost = self.cost.observed(
+                plan.expected_ms,
+                first_ms,
+                plan_scale=plan.cost_scale,
+                weight=OBSERVATION_WEIGHT / ticket.batch_size,
+            )
 
     def _begin(self) -> None:
         self._running += 1

@@ -7,6 +7,7 @@ the order of the walk and the attention are ours.
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from replicas.model import Hidden, Projection
@@ -36,8 +37,20 @@ def reuse_refusal(hf_config: Any, vllm_config: Any) -> str | None:
         return f"rotary embedding of type {rope_type!r}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "partial rotary embedding"
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+    if getattr(hf_config, "llama_4_scaling", None):
+        return "queries scaled by position"
+    if getattr(hf_config, "dual_chunk_attention_config", None):
+        return "dual chunk attention"
+    if not getattr(hf_config, "is_causal", True):
+        return "attention that is not causal"
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return "context parallelism"
+    if vllm_config.lora_config is not None:
+        return "LoRA adapters"
     if vllm_config.speculative_config is not None:
         return "speculative decoding"
     return None
@@ -46,7 +59,8 @@ def reuse_refusal(hf_config: Any, vllm_config: Any) -> str | None:
 class VllmModel:
     """`LayerwiseModel` over a loaded vLLM Llama, Qwen2, Qwen3 or Mistral; one rank's part."""
 
-    def __init__(self, model: Any, *, total_num_kv_heads: int) -> None:
+    def __init__(self, model: Any, *, total_num_kv_heads: int, max_rows: int) -> None:
+        """max_rows: as many as vLLM itself runs through a layer at once, and has room for."""
         from vllm.distributed.parallel_state import get_tp_group
 
         body = model.model
@@ -55,6 +69,8 @@ class VllmModel:
         self._group = get_tp_group()
         attn = self._layers[0].self_attn
         weight = next(body.parameters())
+        self._max_rows = max_rows
+        self.num_ranks = self._group.world_size
         self.num_layers = len(self._layers)
         self.num_heads = attn.num_heads
         self.num_kv_heads = attn.num_kv_heads
@@ -76,6 +92,17 @@ class VllmModel:
         return Hidden(self._embed(token_ids))
 
     def project(self, layer: int, hidden: Hidden) -> Projection:
+        parts = [self._project(layer, part) for part in self._blocks(hidden)]
+        if len(parts) == 1:
+            return parts[0]
+        return Projection(
+            torch.cat([p.q for p in parts]),
+            torch.cat([p.k for p in parts]),
+            torch.cat([p.v for p in parts]),
+            torch.cat([p.residual for p in parts]),
+        )
+
+    def _project(self, layer: int, hidden: Hidden) -> Projection:
         block = self._layers[layer]
         attn = block.self_attn
         if hidden.residual is None:
@@ -99,6 +126,25 @@ class VllmModel:
         return rotated.view(x.shape)
 
     def finish(self, layer: int, residual: Tensor, attention: Tensor) -> Hidden:
+        parts = [
+            self._finish(layer, part.residual, part.states)
+            for part in self._blocks(Hidden(attention, residual))
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return Hidden(torch.cat([p.states for p in parts]), torch.cat([p.residual for p in parts]))
+
+    def _blocks(self, hidden: Hidden) -> list[Hidden]:
+        """The rows in blocks that vLLM has room for."""
+        if hidden.states.shape[0] <= self._max_rows:
+            return [hidden]
+        states = hidden.states.split(self._max_rows)
+        if hidden.residual is None:
+            return [Hidden(part) for part in states]
+        residuals = hidden.residual.split(self._max_rows)
+        return [Hidden(s, r) for s, r in zip(states, residuals, strict=True)]
+
+    def _finish(self, layer: int, residual: Tensor, attention: Tensor) -> Hidden:
         block = self._layers[layer]
         out, _ = block.self_attn.o_proj(attention.flatten(1))
         x, residual = block.post_attention_layernorm(out, residual)

@@ -28,7 +28,6 @@ from tests.fakes.fake_clock import FakeClock
 COST = CostModel(
     num_layers=4,
     fixed_ms=1.0,
-    layer_ms=0.0,
     row_ms=0.01,
     pair_ms=0.0,
     selected_pair_ms=0.0,

@@ -95,7 +95,6 @@ class FakeEngine:
         return CostModel(
             num_layers=NUM_LAYERS,
             fixed_ms=1.0,
-            layer_ms=0.0,
             row_ms=0.01,
             pair_ms=0.0,
             selected_pair_ms=0.0,

@@ -18,7 +18,6 @@ from planner import (
 COST = CostModel(
     num_layers=30,
     fixed_ms=20.0,
-    layer_ms=0.0,
     row_ms=0.02,
     pair_ms=1e-6,
     selected_pair_ms=1e-6,
@@ -63,9 +62,18 @@ def test_under_the_floors_cost_it_runs_the_floor(budget_ms):
     assert request.budget_ms == budget_ms
 
 
+@pytest.mark.parametrize("band", [BudgetBand(floor=0.0, saturation=1.0), BudgetBand()])
+def test_the_budget_holds_for_bands_that_end_at_nothing_and_everything(band):
+    planner = SlackPlanner(SlackPlannerConfig(band=band))
+    for budget in range(0, 2500, 20):
+        made = planner.plan([adaptive()], budget_ms=budget, cost=COST)
+        at_floor = made.requests[0].coverage == band.floor
+        assert at_floor or made.expected_ms <= budget * (1 + 1e-6)
+
+
 def test_nothing_stored_leaves_nothing_to_choose():
-    (request,) = plan([adaptive(cached=0, always=500)], 1.0).requests
-    assert request.coverage == 0.5
+    costs = {plan([adaptive(cached=0, always=500)], ms).expected_ms for ms in (1.0, 1e9)}
+    assert len(costs) == 1
 
 
 def test_static_configurations_keep_their_coverage_and_depths():

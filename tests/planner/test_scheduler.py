@@ -20,7 +20,6 @@ from planner import (
 COST = CostModel(
     num_layers=30,
     fixed_ms=20.0,
-    layer_ms=0.0,
     row_ms=0.02,
     pair_ms=1e-6,
     selected_pair_ms=1e-6,
@@ -87,6 +86,14 @@ def test_only_requests_of_the_same_phases_share_a_batch():
     while decision := queue.next_batch([replica()], now_ms=1.0):
         batches.append(ids(decision))
     assert batches == [["q0", "q3"], ["q1", "q4"], ["q2"]]
+
+
+def test_requests_without_chunks_do_not_hold_up_those_with_some():
+    queue = scheduler()
+    for i, chunks in enumerate([("a",), (), ("b",)]):
+        queue.submit(profile(f"q{i}", chunks=chunks), now_ms=0.0)
+    assert ids(queue.next_batch([replica()], now_ms=1.0)) == ["q0", "q2"]
+    assert ids(queue.next_batch([replica()], now_ms=1.0)) == ["q1"]
 
 
 def test_the_replica_with_the_hot_chunks_is_preferred():

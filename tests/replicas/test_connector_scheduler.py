@@ -156,9 +156,8 @@ def test_a_batch_is_not_held_for_ever(side, clock):
     assert side.external_tokens("a", 0) == (None, False)
     clock.advance(50.0)
     assert side.external_tokens("a", 0) == (29, True)
-    # the late member goes alone
+    # the late member goes alone, at once
     arrive(side, "b", batch_id=7, batch_size=2)
-    clock.advance(50.0)
     assert side.external_tokens("b", 0) == (29, True)
 
 
@@ -178,7 +177,7 @@ def test_an_abort_keeps_the_leases_until_the_ranks_have_dropped_it(side, tier):
     assert tier.stats().num_leases == 1
     side.received({"r"}, None)
     assert tier.stats().num_leases == 0
-    assert side.num_active == 0
+    assert side.finished("r") is None
 
 
 def ingest(side, name="i"):
@@ -201,6 +200,29 @@ def test_an_ingest_is_committed_when_every_rank_has_written(side, tier):
     assert tier.find("c")[0].num_tokens == 8
     # once more: nothing to write
     assert ingest(side, "again").captures == []
+
+
+def test_an_ingest_and_a_request_never_share_a_batch(side):
+    arrive(side, "r", batch_id=-1)
+    side.external_tokens("r", 0)
+    side.arrived(
+        "i",
+        params(segments=[SPANS[2]], ingest_content_id="c", batch_id=-1),
+        num_prompt_tokens=len(PROMPT),
+    )
+    side.external_tokens("i", 0)
+    allocate(side, "r")
+    allocate(side, "i")
+    batches = side.step(decoding=False).batches
+    assert [(b.is_ingest, len(b.jobs)) for b in batches] == [(False, 1), (True, 1)]
+
+
+def test_a_rank_that_reports_late_is_not_forgotten(side, tier):
+    ingest(side)
+    side.received(set(), report("i", failed=True))
+    side.received({"i"}, report("i"))
+    assert not side.finished("i").stored
+    assert tier.find("c") == []
 
 
 @pytest.mark.parametrize("outcome", ["failed", "aborted"])
