@@ -13,7 +13,7 @@ from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api_types import (
     CachesmithOptions,
@@ -271,8 +271,14 @@ class _EventStream(StreamingResponse):
         self._open = (events, pieces)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def receive_or_end() -> Message:
+            try:
+                return await receive()
+            except Exception:  # Serve's own way to ask the client is cancelled when it leaves
+                return {"type": "http.disconnect"}
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive_or_end, send)
         finally:
             for iterator in self._open:
                 await iterator.aclose()

@@ -67,7 +67,16 @@ class Message(_Body):
         Annotated[Text, Tag("<text>")] | Annotated[list[TextPart], Tag("<parts>")],
         Discriminator(_content_tag),
     ]
-    name: str | None = None
+    name: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """Clients send an answer back as they got it, with what it did not use as null."""
+        if not isinstance(value, dict):
+            return value
+        known = cls.model_fields
+        return {key: item for key, item in value.items() if item is not None or key in known}
 
     @property
     def text(self) -> str:
@@ -82,7 +91,7 @@ class Document(_Body):
     Cohere's `data` may call the text `snippet`; its other fields do not reach the prompt.
     """
 
-    id: str | int | None = None
+    id: Annotated[str | int | None, BeforeValidator(_unicode)] = None
     title: Text | None = None
     text: Text | None = None
 
@@ -186,7 +195,7 @@ class GenerationRequest(_Body):
     ) = None
     n: int | None = Field(default=None, ge=1, le=1)
     ignore_eos: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Text | None = None
     slo: Slo | None = None
     cachesmith: CachesmithOptions | None = None
 
@@ -269,4 +278,4 @@ class IngestRequest(_Body):
     """Documents whose chunks are to be computed ahead."""
 
     documents: list[Document] = Field(min_length=1)
-    cache_salt: str | None = None
+    cache_salt: Text | None = None

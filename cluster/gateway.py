@@ -412,7 +412,7 @@ def _outcome_of(served: Served, job: Job, num_generated: int) -> RequestOutcome:
         slo_met=served.slo_met,
         coverage=result.coverage if result.num_context_tokens else None,
         expected_ms=served.plan.expected_ms or None,
-        compute_ms=result.timings.compute_ms,
+        prefill_ms=result.timings.first_token_ms,
         num_prompt_tokens=result.num_prompt_tokens,
         num_generated_tokens=num_generated,
         cached_tokens=result.cached_tokens,

@@ -109,7 +109,7 @@ class RequestOutcome:
     slo_met: bool | None = None
     coverage: float | None = None
     expected_ms: float | None = None
-    compute_ms: float | None = None
+    prefill_ms: float | None = None
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)

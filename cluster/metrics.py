@@ -30,13 +30,15 @@ class ServerMetrics:
             )
 
         self._requests = counter("requests", "Finished requests", ("outcome", "policy"))
-        self._retries = counter("retries", "Admissions repeated because a replica was lost")
+        self._retries = counter("retries", "Replicas lost under a request")
         self._slo = counter("slo", "Answered requests by whether TTFT met its SLO", ("met",))
         self._prompt = counter("prompt_tokens", "Prompt tokens of answered requests")
         self._generated = counter("generated_tokens", "Tokens generated for answered requests")
         self._cached = counter("cached_tokens", "Prompt tokens with stored KV", ("tier",))
         self._miss = counter("miss_tokens", "Context tokens whose KV was in no tier")
-        self._recomputed = counter("recomputed_tokens", "Context tokens computed again")
+        self._recomputed = counter(
+            "recomputed_tokens", "Prompt tokens computed: misses, prefix, suffix and chosen ones"
+        )
         self._recovered = counter("recovered_requests", "Stored KV failed, all was recomputed")
         self._full = counter("full_prefill_requests", "Requests that the engine prefilled itself")
         self._expected = counter("prefill_expected_ms", "Prefill time that the plans expected")
@@ -46,7 +48,9 @@ class ServerMetrics:
         self._coverage = histogram("coverage", "Context share recomputed", _COVERAGE_BUCKETS)
         self._waiting = gauge("waiting_requests", "Requests that wait for a ticket")
         self._ready = gauge("ready_replicas", "Replicas that can take requests")
-        self._running = gauge("running_requests", "Requests in the engine", ("replica",))
+        self._running = gauge(
+            "running_requests", "Requests between their first and their last token", ("replica",)
+        )
         self._chunks = gauge("resident_chunks", "Chunks hot on the replica's node", ("replica",))
         self._backlog = gauge("ingest_backlog", "Missed chunks to compute when idle", ("replica",))
         for met in ("true", "false"):
@@ -63,9 +67,9 @@ class ServerMetrics:
             self._slo.labels(met=str(outcome.slo_met).lower()).inc()
         if outcome.coverage is not None:
             self._coverage.labels(policy=outcome.policy).observe(outcome.coverage)
-        if outcome.expected_ms is not None and outcome.compute_ms is not None:
+        if outcome.expected_ms is not None and outcome.prefill_ms is not None:
             self._expected.inc(outcome.expected_ms)
-            self._actual.inc(outcome.compute_ms)
+            self._actual.inc(outcome.prefill_ms)
         self._prompt.inc(outcome.num_prompt_tokens)
         self._generated.inc(outcome.num_generated_tokens)
         for tier, num_tokens in outcome.cached_tokens.items():

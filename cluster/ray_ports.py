@@ -93,6 +93,8 @@ class RayScheduler:
                 if self._silent_s() > self._gone_after_s:
                     raise SchedulerGoneError("the scheduler is gone") from None
                 await asyncio.sleep(_RETRY_S)
+            except TaskCancelledError:
+                await _let_own_cancellation_come()
 
     def abandon(self, request_id: str) -> None:
         self._tell("abandon", request_id)
@@ -175,8 +177,13 @@ class RayReplicas:
             # Serve also turns a task that the replica's end cancelled into this
             if _is_cancelled():
                 raise
+            await _let_own_cancellation_come()
             raise ReplicaLostError("the replica ended the request") from None
-        except (RayActorError, TaskCancelledError, DeploymentUnavailableError) as exc:
+        except TaskCancelledError:
+            finished = True
+            await _let_own_cancellation_come()
+            raise ReplicaLostError("the replica ended the request") from None
+        except (RayActorError, DeploymentUnavailableError) as exc:
             finished = True
             raise ReplicaLostError(str(exc).splitlines()[0]) from None
         except RayTaskError as exc:
@@ -214,6 +221,15 @@ async def _unary(response: Any) -> Any:
         return await response
     except (RayActorError, TaskCancelledError, DeploymentUnavailableError) as exc:
         raise ReplicaLostError(str(exc).splitlines()[0]) from None
+
+
+async def _let_own_cancellation_come() -> None:
+    """A call was cancelled from outside: this task may be the next.
+
+    When a client leaves, Ray cancels the request's calls along with the request itself, and their
+    end may be seen here first.
+    """
+    await asyncio.sleep(_RETRY_S)
 
 
 def _is_cancelled() -> bool:

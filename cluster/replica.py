@@ -80,9 +80,7 @@ class Replica:
                         self._tell("first_token", self._replica_id, request_id)
                     yield delta
         except PromptTooLongError as exc:
-            yield Refusal(
-                status=400, message=str(exc), code="context_length_exceeded", param="messages"
-            )
+            yield Refusal(status=400, message=str(exc), code="context_length_exceeded")
         except EngineDeadError as exc:
             self._end_process(exc)
         finally:

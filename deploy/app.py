@@ -42,7 +42,7 @@ class AppArgs(Settings):
 
 
 def build(args: AppArgs) -> Application:
-    """The application for Ray's own `serve` command line. `http:` in args has no effect there."""
+    """The application for Ray's own `serve` command line, which has its own host and port."""
     return build_application(args, app_name=APP_NAME)
 
 

@@ -54,7 +54,7 @@ class EngineSection(_Section):
 
     tensor_parallel_size: Positive = 1
     max_num_seqs: Positive = 16
-    kv_cache_memory_bytes: ByteSize | None = None  # "4GiB"; vLLM's default if unset
+    kv_cache_memory_bytes: ByteSize | None = None  # "4GiB"; unset: 1 GiB on a CPU, else vLLM's
     cpu_threads: Positive | None = None  # of each rank, without a GPU
     slice_layers: Positive = 4
     batch_hold_ms: float = Field(default=50.0, ge=0)
@@ -109,6 +109,14 @@ class HostTierSection(_Section):
             raise ValueError(f"must be at least {MIN_HOST_TIER_BYTES} bytes, got {int(value)}")
         return value
 
+    @field_validator("directory")
+    @classmethod
+    def _is_absolute(cls, value: str) -> str:
+        # every process of the node must mean the same folder
+        if value and not Path(value).expanduser().is_absolute():
+            raise ValueError(f"must be an absolute path, got {value!r}")
+        return str(Path(value).expanduser()) if value else value
+
     @property
     def path(self) -> Path:
         return Path(self.directory or f"/dev/shm/cachesmith-{os.getuid()}")
@@ -131,6 +139,8 @@ class PromptSection(_Section):
         needed = "{question}" if info.field_name == "question_template" else "{text}"
         if value.count(needed) != 1:
             raise ValueError(f"must hold {needed} exactly once")
+        if info.field_name == "untitled_template" and "{title}" in value:
+            raise ValueError("must not hold {title}: it is for documents without one")
         return value
 
 

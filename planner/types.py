@@ -165,6 +165,7 @@ class PrefillTimings:
     patch_ms: float = 0.0
     stall_ms: float = 0.0  # the batch waited between slices while other requests decoded
     compute_ms: float = 0.0  # from the first layer of the batch to its last
+    first_token_ms: float = 0.0  # from the engine's queue to the first token: what plans expect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

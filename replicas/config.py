@@ -14,7 +14,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     max_model_len: int | None = None  # the model's own if None
     max_num_seqs: int = 16
-    kv_cache_memory_bytes: int | None = None  # vLLM's paged KV cache; None: vLLM's default
+    kv_cache_memory_bytes: int | None = None  # paged KV cache; None: 1 GiB on a CPU, else vLLM's
     cpu_threads: int | None = None  # compute threads of each rank without a GPU
     slice_layers: int = 4  # prefill layers a step while other requests decode
     batch_hold_ms: float = 50.0  # longest wait for the other members of a batch

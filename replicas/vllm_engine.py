@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -307,7 +308,7 @@ class VllmEngine:
                 num_recomputed_tokens=request.num_prompt_tokens,
                 cached_tokens={},
                 batch_size=1,
-                timings=PrefillTimings(compute_ms=first_ms),
+                timings=PrefillTimings(compute_ms=first_ms, first_token_ms=first_ms),
                 full_prefill=True,
             )
         spans, prompt_ids = _spans(request), request.prompt_ids
@@ -322,7 +323,8 @@ class VllmEngine:
                 )
             )
         self._observe(ticket, answer.result, first_ms)
-        return answer.result
+        timings = replace(answer.result.timings, first_token_ms=first_ms)
+        return replace(answer.result, timings=timings)
 
     def _observe(self, ticket: Ticket, result: PrefillResult, first_ms: float) -> None:
         """Let the cost follow a prefill that went as it was planned."""

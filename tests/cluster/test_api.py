@@ -98,6 +98,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"documents": ["a", {"data": {"body": "b"}}]}, "documents.1"),
     ({"documents": ["a", {"data": 5}]}, "documents.1"),
     ({"documents": ["\ud800"]}, "documents.0.text"),
+    ({"documents": [{"id": "\ud800", "text": "a"}]}, "documents.0.id"),
+    ({"cache_salt": "\ud800"}, "cache_salt"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo"),
@@ -223,6 +225,11 @@ def test_a_plain_answer(api: Api):
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
     assert again["usage"]["completion_tokens"] == 2
     assert again["usage"]["total_tokens"] == again["usage"]["prompt_tokens"] + 2
+
+
+def test_an_answer_may_be_sent_back_as_it_came(api: Api):
+    echoed = {"role": "assistant", "content": "Yes.", "refusal": None, "tool_calls": None}
+    assert api.chat(messages=[USER, echoed, USER]).status_code == 200
 
 
 def test_a_streamed_answer(api: Api):

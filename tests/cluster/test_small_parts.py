@@ -97,7 +97,7 @@ def test_metrics_count_outcomes():
     metrics.record(
         RequestOutcome(
             outcome="ok", policy="adaptive", queue_ms=3, ttft_ms=40, slo_met=True, coverage=0.2,
-            expected_ms=10, compute_ms=12, num_prompt_tokens=100, num_generated_tokens=5,
+            expected_ms=10, prefill_ms=12, num_prompt_tokens=100, num_generated_tokens=5,
             cached_tokens={"host": 60}, num_miss_tokens=20, num_recomputed_tokens=30,
             recovered=True, num_retries=1,
         )

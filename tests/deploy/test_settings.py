@@ -159,3 +159,15 @@ def test_the_serve_config_in_the_repository_is_valid():
     (app,) = yaml.safe_load(path.read_text())["applications"]
     assert app["import_path"] == "deploy.app:build"
     AppArgs.model_validate(app["args"])
+
+
+def test_a_template_for_untitled_documents_takes_no_title() -> None:
+    with pytest.raises(SettingsError, match=r"prompt\.untitled_template.*title"):
+        load_settings(overrides={"prompt": {"untitled_template": "{title}: {text}"}})
+
+
+def test_the_store_has_an_absolute_folder() -> None:
+    with pytest.raises(SettingsError, match=r"kv_tier\.host\.directory.*absolute"):
+        load_settings(overrides={"kv_tier": {"host": {"directory": "tier"}}})
+    home = load_settings(overrides={"kv_tier": {"host": {"directory": "~/tier"}}})
+    assert home.kv_tier.host.path == Path.home() / "tier"

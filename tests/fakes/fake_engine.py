@@ -192,7 +192,10 @@ class FakeEngine:
             num_recomputed_tokens=recomputed,
             cached_tokens={"host": cached},
             batch_size=ticket.batch_size,
-            timings=PrefillTimings(compute_ms=self._delay_ms("prefill_ms")),
+            timings=PrefillTimings(
+                compute_ms=self._delay_ms("prefill_ms"),
+                first_token_ms=self._delay_ms("prefill_ms"),
+            ),
         )
 
     def _delay_ms(self, name: str) -> float:

@@ -1,0 +1,106 @@
+"""What the ports make of calls that Ray cancels: their own end, or the replica's?"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import TaskCancelledError
+
+from cluster.config import SchedulerAddress, SchedulerConfig
+from cluster.errors import ReplicaLostError
+from cluster.ray_ports import RayReplicas, RayScheduler
+from planner import RequestProfile, Ticket
+from tests.fakes.fake_ports import PLAN
+
+PROFILE = RequestProfile(
+    request_id="r", num_prefix_tokens=1, chunks=(), num_suffix_tokens=1, ttft_slo_ms=100.0
+)
+TICKET = Ticket(replica_id="a", batch_id=1, batch_size=1, plan=PLAN, queue_ms=0.0)
+
+
+class FakeActor:
+    """The scheduler actor's handle; every method counts its calls, `admit` answers in turn."""
+
+    def __init__(self, *answers: Ticket | Exception) -> None:
+        self._answers = list(answers)
+        self.num_admissions = 0
+        self.admit = SimpleNamespace(remote=self._admit)
+        self.abandon = SimpleNamespace(remote=lambda request_id: None)
+
+    async def _admit(self, profile: RequestProfile) -> Ticket:
+        self.num_admissions += 1
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def scheduler_of(actor: FakeActor) -> RayScheduler:
+    port = RayScheduler(SchedulerAddress(name="s"), SchedulerConfig(), gone_after_s=2.0)
+    port._handle = actor  # type: ignore[assignment]
+    return port
+
+
+class FakeHandle:
+    """A deployment handle whose streams break off with `error` after one delta."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        self.generate = SimpleNamespace(remote=lambda ticket, request: FakeStream(error))
+
+    def options(self, *, stream: bool) -> "FakeHandle":
+        return self
+
+
+class FakeStream:
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        yield "delta"
+        raise self._error
+
+    def cancel(self) -> None:
+        """There is no work behind it."""
+
+
+async def read_all(port: RayReplicas, seen: list[Any]) -> None:
+    async for delta in port.generate(TICKET, None):  # type: ignore[arg-type]
+        seen.append(delta)
+
+
+async def test_an_admission_that_ends_before_its_own_task_is_a_cancellation():
+    actor = FakeActor(TaskCancelledError())
+    admitting = asyncio.create_task(scheduler_of(actor).admit(PROFILE))
+    while not actor.num_admissions:
+        await asyncio.sleep(0)
+    admitting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await admitting
+
+
+async def test_an_admission_that_was_cancelled_by_mistake_is_repeated():
+    ticket = replace(TICKET, replica_id="b")
+    actor = FakeActor(TaskCancelledError(), ticket)
+    assert await scheduler_of(actor).admit(PROFILE) == ticket
+    assert actor.num_admissions == 2
+
+
+@pytest.mark.parametrize("error", [TaskCancelledError(), asyncio.CancelledError()], ids=repr)
+async def test_a_cancelled_stream_is_a_lost_replica_unless_its_reader_is_cancelled(
+    error: BaseException,
+):
+    seen: list[Any] = []
+    with pytest.raises(ReplicaLostError):
+        await read_all(RayReplicas(FakeHandle(error)), seen)  # type: ignore[arg-type]
+    assert seen == ["delta"]
+
+    reading = asyncio.create_task(read_all(RayReplicas(FakeHandle(error)), seen))  # type: ignore[arg-type]
+    while len(seen) < 2:
+        await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
