@@ -136,7 +136,7 @@ class CachesmithOptions(_Body):
     """
 
     policy: str | None = None
-    signal: Literal["kv_dev", "qci"] | None = None
+    signal: Literal["kv_dev", "qci", "qci_final", "position"] | None = None
     warmup_depth: Depth | None = None
     probe_len: Depth | None = None
     coverage: float | None = Field(default=None, ge=0.0, le=1.0)
@@ -161,6 +161,7 @@ class CachesmithOptions(_Body):
             warmup_depth=_depth(self.warmup_depth, base.warmup_depth),
             probe_len=_depth(self.probe_len, base.probe_len),
             coverage=base.coverage if self.coverage is None else self.coverage,
+            tokens_per_chunk=base.tokens_per_chunk if self.coverage is None else None,
         )
 
 

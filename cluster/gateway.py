@@ -87,6 +87,11 @@ class Job:
     policy: str = "adaptive"
     config: RecomputeConfig | None = None
 
+    @property
+    def chunk_config(self) -> RecomputeConfig | None:
+        """The config with the coverage that it means for this prompt."""
+        return self.config and self.config.for_chunks([len(ids) for ids in self.prompt.chunks])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
@@ -234,7 +239,7 @@ class Gateway:
             ttft_slo_ms=job.ttft_slo_ms,
             elapsed_ms=self._clock.now_ms() - job.arrived_ms,
             policy=job.policy,
-            config=job.config,
+            config=job.chunk_config,
         )
         try:
             ticket = await self._scheduler.admit(profile)
@@ -248,7 +253,7 @@ class Gateway:
     def _floor_ticket(self, job: Job) -> Ticket:
         """Without a scheduler: any replica, a batch of its own, as little work as is sensible."""
         planner = self._config.planner
-        config = job.config or RecomputeConfig(
+        config = job.chunk_config or RecomputeConfig(
             signal=planner.signal,
             warmup_depth=planner.warmup_depth,
             probe_len=planner.probe_len,

@@ -57,7 +57,8 @@ def prefill_work(
     engine does.
     """
     rest = num_layers - warmup_depth
-    probes = probe_len if any(0.0 < r < 1.0 for r in coverages) else 0
+    is_probed = signal in (Signal.KV_DEV, Signal.QCI) and any(0.0 < r < 1.0 for r in coverages)
+    probes = probe_len if is_probed else 0
     rows = pairs = selected_pairs = reused = 0.0
     for shape, coverage in zip(shapes, coverages, strict=True):
         n = shape.num_tokens
@@ -72,7 +73,12 @@ def prefill_work(
         if signal is Signal.QCI:
             rows += shape.num_always * probes
             selected_pairs += shape.num_always * n * probes
-        elif probes:  # only keys and values of all tokens at layer w: about a quarter of a layer
+        elif signal is Signal.QCI_FINAL and 0.0 < coverage < 1.0:  # the suffix through all layers
+            rows += shape.num_always * num_layers
+            reused += shape.num_cached
+        elif (
+            signal is Signal.KV_DEV and probes
+        ):  # only keys and values of all tokens at layer w: about a quarter of a layer
             rows += 0.25 * n + active * (probes - 1)
     return Work(
         rows=rows,

@@ -5,7 +5,8 @@ the scheduler the plan and the ticket, the replica the result. They hold plain n
 so that every process can import and pickle them.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -14,6 +15,9 @@ class Signal(StrEnum):
 
     KV_DEV = "kv_dev"  # deviation of the reused from the exact keys and values (CacheBlend)
     QCI = "qci"  # attention mass from the suffix onto the context (query-context interaction)
+    # of the baselines alone:
+    QCI_FINAL = "qci_final"  # the suffix by itself to the last layer, onto its keys (FusionRAG)
+    POSITION = "position"  # the first tokens of every chunk but the first (EPIC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +25,14 @@ class RecomputeConfig:
     """One static point (S, w, p, r) of the three-phase prefill.
 
     `warmup_depth` and `probe_len` are None where they mean "all layers of the model".
+    `tokens_per_chunk` stands for the coverage that so many tokens of every chunk but the first are.
     """
 
     signal: Signal = Signal.KV_DEV
     warmup_depth: int | None = 1
     probe_len: int | None = 1
     coverage: float = 0.15
+    tokens_per_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.warmup_depth is not None and self.warmup_depth < 0:
@@ -35,6 +41,16 @@ class RecomputeConfig:
             raise ValueError(f"probe_len must be 0 or more, got {self.probe_len}")
         if not 0.0 <= self.coverage <= 1.0:
             raise ValueError(f"coverage must be within 0 and 1, got {self.coverage}")
+        if self.tokens_per_chunk is not None and self.tokens_per_chunk < 0:
+            raise ValueError(f"tokens_per_chunk must be 0 or more, got {self.tokens_per_chunk}")
+
+    def for_chunks(self, lengths: Sequence[int]) -> "RecomputeConfig":
+        """With the coverage that it means for chunks of these lengths, in prompt order."""
+        if self.tokens_per_chunk is None:
+            return self
+        picked = sum(min(self.tokens_per_chunk, length) for length in lengths[1:])
+        coverage = picked / sum(lengths) if picked else 0.0
+        return replace(self, coverage=coverage, tokens_per_chunk=None)
 
     def depths(self, num_layers: int) -> tuple[int, int]:
         """(w, p) for a model of `num_layers`: w <= L and w + p <= L."""

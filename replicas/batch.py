@@ -89,6 +89,8 @@ class PackedBatch:
     offsets: first row of each request, [num_requests + 1]
     pieces: what the store holds, ascending
     candidates: for each request, the rows of its stored chunk tokens
+    ranks: for each request, where its candidates stand in their chunk: 0 is a chunk's first token;
+        those of the prompt's first chunk stand behind all others
     suffix: for each request, the rows after its last segment, the prompt's last token among them
     always: for each request, every row without stored KV (uncached prefix, misses, suffix)
     """
@@ -98,6 +100,7 @@ class PackedBatch:
         self.offsets = [0]
         self.pieces: list[StoredPiece] = []
         self.candidates: list[Tensor] = []
+        self.ranks: list[Tensor] = []
         self.suffix: list[Tensor] = []
         self.always: list[Tensor] = []
         token_ids: list[int] = []
@@ -106,9 +109,16 @@ class PackedBatch:
             token_ids.extend(request.token_ids)
             stored = torch.zeros(length, dtype=torch.bool)
             candidate = torch.zeros(length, dtype=torch.bool)
-            suffix_start = 0
+            rank = torch.zeros(length, dtype=torch.int64)
+            suffix_start, is_first = 0, True
             for segment in request.segments:
                 suffix_start = segment.end
+                if segment.kind is SegmentKind.CHUNK:
+                    offset = length if is_first else 0
+                    rank[segment.start : segment.end] = offset + torch.arange(
+                        segment.end - segment.start
+                    )
+                    is_first = False
                 if segment.location is None:
                     continue
                 self.pieces.append(
@@ -118,6 +128,7 @@ class PackedBatch:
                 if segment.kind is SegmentKind.CHUNK:
                     candidate[segment.start : segment.end] = True
             self.candidates.append((candidate.nonzero()[:, 0] + base).to(device))
+            self.ranks.append(rank[candidate].to(device))
             self.always.append(((~stored).nonzero()[:, 0] + base).to(device))
             self.suffix.append(torch.arange(base + suffix_start, base + length, device=device))
             self.offsets.append(base + length)

@@ -10,6 +10,7 @@ decodes between two layers. It computes the KV of every prompt token but the las
   their fresh KV overwrites the stored one.
 """
 
+import itertools
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -139,20 +140,25 @@ class ThreePhasePrefill:
         """The selected rows of each request."""
         coverages = [request.coverage for request in self.batch.jobs]
         # a request that recomputes nothing or everything needs no ranking
+        walks = {
+            Signal.KV_DEV: self._probe_kv_dev,
+            Signal.QCI: self._probe_qci,
+            Signal.QCI_FINAL: self._probe_qci_final,
+            Signal.POSITION: self._probe_position,
+        }
+        needs_layers = self._job.signal in (Signal.KV_DEV, Signal.QCI)
+        can_rank = self._job.probe_len > 0 or not needs_layers
         probed = [
             i
             for i, r in enumerate(coverages)
-            if self._job.probe_len > 0 and 0.0 < r < 1.0 and len(self.batch.candidates[i]) > 0
+            if can_rank and 0.0 < r < 1.0 and len(self.batch.candidates[i]) > 0
         ]
         selected: list[Tensor] = []
         for i, rows in enumerate(self.batch.candidates):
             count = 0 if i in probed else selection_size(coverages[i], len(rows))
             selected.append(rows[:count])
         if probed:
-            if self._job.signal is Signal.KV_DEV:
-                ranked = yield from self._probe_kv_dev(hidden, probed)
-            else:
-                ranked = yield from self._probe_qci(hidden, probed)
+            ranked = yield from walks[self._job.signal](hidden, probed)
             for i in probed:
                 selected[i] = ranked[i]
         for i, rows in enumerate(selected):
@@ -236,11 +242,57 @@ class ThreePhasePrefill:
                     v[rows] = projected.v
                     stream = self._attend(layer, projected, k, v, walked, rotated_q=q)
             yield
-        scores = model.reduce_scores(torch.cat([mass[i] for i in probed]))
+        return self._highest(mass)
+
+    def _probe_qci_final(self, hidden: Hidden, probed: list[int]) -> Steps[dict[int, Tensor]]:
+        """The suffix walks alone, from the embeddings on; its last queries rank the context by the
+        last layer's stored keys (FusionRAG, arXiv 2601.12904).
+
+        It stands where the prompt has it, so that distances are those of the prompt.
+        """
+        batch, model = self.batch, self._model
+        suffix = [batch.suffix[i] for i in probed]
+        rows = torch.cat(suffix)
+        positions = batch.positions[rows]
+        offsets = [0, *itertools.accumulate(len(s) for s in suffix)]
+        order = torch.cat([torch.arange(len(s), device=model.device) for s in suffix])
+        alone = SelectedAttention(order, offsets, offsets, model.dtype)
+        stream = model.embed(batch.token_ids[rows])
+        mass: dict[int, Tensor] = {}
+        for layer in range(model.num_layers):
+            is_last = layer == model.num_layers - 1
+            k = self._stitch(layer)[0] if is_last else None
+            with self._timed("probe"):
+                projected = model.project(layer, stream)
+                q = model.rotate(layer, positions, projected.q)
+                if k is None:
+                    mine = model.rotate(layer, positions, projected.k)
+                    attended = alone(q, mine, projected.v, model.scale)
+                    stream = model.finish(layer, projected.residual, attended)
+                else:
+                    ranges = itertools.pairwise(offsets)
+                    for i, (start, end) in zip(probed, ranges, strict=True):
+                        mass[i] = attention_mass(q[start:end], k[batch.candidates[i]], model.scale)
+            yield
+        return self._highest(mass)
+
+    def _probe_position(self, hidden: Hidden, probed: list[int]) -> Steps[dict[int, Tensor]]:
+        """The first tokens of every chunk but the first (EPIC, arXiv 2410.15332)."""
+        yield from ()
         ranked = {}
-        for i, mine in zip(probed, scores.split([len(mass[i]) for i in probed]), strict=True):
+        for i in probed:
+            rows = self.batch.candidates[i]
+            count = selection_size(self._job.jobs[i].coverage, len(rows))
+            ranked[i] = top_rows(rows, -self.batch.ranks[i].float(), count)
+        return ranked
+
+    def _highest(self, mass: dict[int, Tensor]) -> dict[int, Tensor]:
+        """The candidates of each request with the most attention, over all ranks' heads."""
+        scores = self._model.reduce_scores(torch.cat(list(mass.values())))
+        ranked = {}
+        for i, mine in zip(mass, scores.split([len(m) for m in mass.values()]), strict=True):
             count = selection_size(self._job.jobs[i].coverage, len(mine))
-            ranked[i] = top_rows(batch.candidates[i], mine, count)
+            ranked[i] = top_rows(self.batch.candidates[i], mine, count)
         return ranked
 
     # ---- Patch ----

@@ -1,11 +1,14 @@
 """The invariants of the three phases, on random ragged inputs in float32."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from planner.policies import STATIC_POLICIES
 from planner.types import Signal
+from replicas.model import Hidden
 from tests.replicas import harness
 from tests.replicas.harness import (
     FAMILIES,
@@ -154,6 +157,106 @@ def test_selection_is_a_sorted_subset_of_the_context_of_the_right_size(
     assert set(selected) <= context
     num = len(context)
     assert len(selected) == min(num, -int(-(coverage * num - 1e-9) // 1))
+
+
+def hidden_states(model, tokens, **kwargs):
+    """By layer: what enters it, as the model's own forward has it."""
+    with torch.inference_mode():
+        out = model.model(torch.tensor([tokens]), output_hidden_states=True, **kwargs)
+    return [h[0] for h in out.hidden_states]
+
+
+def stored_rotated(model, source, job, layer):
+    """Stored K at its final positions and V of a request's context tokens; and those positions."""
+    ks, vs, at = [], [], []
+    for segment in job.segments:
+        k, v = source.values[segment.location.key][layer]
+        positions = torch.arange(segment.start, segment.end)
+        ks.append(model.rotate(layer, positions, k))
+        vs.append(v)
+        at.append(positions)
+    return torch.cat(ks), torch.cat(vs), torch.cat(at)
+
+
+def several_chunks(model, source, seed, coverage):
+    rng = random.Random(seed)
+    chunks = [random_tokens(rng, 5, 20) for _ in range(4)]
+    return make_job(model, source, [9, 8], chunks, [3, 4, 5], coverage=coverage, anchor=ANCHOR)
+
+
+def best(scores, at, coverage):
+    count = -int(-(coverage * len(at) - 1e-9) // 1)
+    return sorted(at[scores.argsort(descending=True)[:count]].tolist())
+
+
+@pytest.mark.parametrize("w", [1, 2, 3])  # at layer 0 a chunk's KV depends on nothing before it
+def test_kv_dev_selects_what_a_plain_computation_selects(model, source, w):
+    job = several_chunks(model, source, 21, 0.2)
+    _, trace = run(model, source, [job], Signal.KV_DEV, w, 1)
+    exact = model.project(w, Hidden(hidden_states(model, job.token_ids)[w]))
+    k, v, at = stored_rotated(model, source, job, w)
+    fresh_k = model.rotate(w, at, exact.k[at])
+    deviation = (fresh_k - k).square().sum((1, 2)) + (exact.v[at] - v).square().sum((1, 2))
+    assert trace.selected[0].tolist() == best(deviation, at, 0.2)
+
+
+def plain_mass(q, k):
+    """Attention of q [queries, heads, dim] onto k [keys, kv_heads, dim] alone, summed."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    return scores.softmax(-1).sum((0, 1))
+
+
+@pytest.mark.parametrize("w", [0, 1, 3])
+def test_qci_selects_what_a_plain_computation_selects(model, source, w):
+    job = several_chunks(model, source, 22, 0.2)
+    _, trace = run(model, source, [job], Signal.QCI, w, 1)
+    positions = torch.arange(len(job.token_ids) - 3, len(job.token_ids))
+    query = model.project(w, Hidden(hidden_states(model, job.token_ids)[w][positions])).q
+    k, _, at = stored_rotated(model, source, job, w)
+    mass = plain_mass(model.rotate(w, positions, query), k)
+    assert trace.selected[0].tolist() == best(mass, at, 0.2)
+
+
+def test_qci_final_selects_what_a_plain_computation_selects(model, source):
+    job = several_chunks(model, source, 23, 0.2)
+    _, trace = run(model, source, [job], Signal.QCI_FINAL, 0, 0)
+    positions = torch.arange(len(job.token_ids) - 3, len(job.token_ids))
+    alone = hidden_states(model, job.token_ids[-3:], position_ids=positions[None])
+    last = model.num_layers - 1
+    query = model.project(last, Hidden(alone[last])).q
+    k, _, at = stored_rotated(model, source, job, last)
+    mass = plain_mass(model.rotate(last, positions, query), k)
+    assert trace.selected[0].tolist() == best(mass, at, 0.2)
+
+
+def test_position_selects_the_first_tokens_of_every_chunk_but_the_first(model, source):
+    chunks = [[7] * 10, [8] * 3, [9] * 12]
+
+    def selected(tokens_per_chunk):
+        config = replace(STATIC_POLICIES["epic"], tokens_per_chunk=tokens_per_chunk)
+        coverage = config.for_chunks([10, 3, 12]).coverage
+        job = make_job(model, source, [], chunks, [1], coverage=coverage, anchor=ANCHOR)
+        _, trace = run(model, source, [job], Signal.POSITION, 0, 0)
+        return trace.selected[0].tolist()
+
+    assert selected(0) == []
+    assert selected(2) == [10, 11, 13, 14]
+    assert selected(5) == [10, 11, 12, 13, 14, 15, 16, 17]
+    assert selected(16) == list(range(10, 25))  # more than these chunks have
+
+
+@pytest.mark.parametrize("policy", sorted(STATIC_POLICIES))
+def test_every_baseline_runs(model, source, policy):
+    config = STATIC_POLICIES[policy].for_chunks([10, 3, 12])
+    w, p = config.depths(model.num_layers)
+    job = several_chunks(model, source, 24, config.coverage)
+    (kv,), trace = run(model, source, [job], config.signal, w, p)
+    assert all(k.isfinite().all() and v.isfinite().all() for k, v in kv)
+    if policy == "full_prefill":
+        assert worst_difference(kv, full_kv(model, job.token_ids)) < TOLERANCE
+    if policy == "full_reuse":
+        assert trace.num_selected == [0]
 
 
 @pytest.mark.parametrize("signal", SIGNALS)

@@ -6,6 +6,7 @@ import random
 import pytest
 import pytest_asyncio
 
+from planner.policies import STATIC_POLICIES
 from planner.types import SamplingOptions, Signal
 from replicas import vllm_args
 from tests.replicas.vllm_harness import (
@@ -93,6 +94,27 @@ async def test_full_reuse_of_several_chunks_is_not_exact(engine):
     reused = await ask(engine, request, make_ticket(coverage=0.0))
     assert abs(reused.logprobs[0] - plain.logprobs[0]) > 1e-3
     assert reused.result.coverage == 0.0
+
+
+async def test_every_baseline_runs_and_its_coverage_is_what_it_says(engine):
+    lengths = [100, 60, 80]
+    request = make_request(random.Random(9), lengths)
+    await store(engine, request)
+    for name, policy in STATIC_POLICIES.items():
+        config = policy.for_chunks(lengths)
+        w, p = config.depths(NUM_LAYERS)
+        ticket = make_ticket(
+            policy=name,
+            signal=config.signal,
+            warmup_depth=w,
+            probe_len=p,
+            coverage=config.coverage,
+        )
+        result = (await ask(engine, request, ticket)).result
+        assert result.policy == name
+        assert not result.recovered
+        assert result.full_prefill == (name == "full_prefill")
+        assert result.coverage == pytest.approx(config.coverage, abs=1 / sum(lengths))
 
 
 async def test_a_ragged_batch_answers_as_each_request_alone(engine):
