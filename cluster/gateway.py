@@ -223,6 +223,8 @@ class Gateway:
         except (asyncio.CancelledError, GeneratorExit):
             if outcome.outcome != "ok":
                 outcome = replace(outcome, outcome="cancelled")
+                # a replica that the call has not reached would be held for it
+                self._scheduler.abandon(f"{request_id}-{retries}")
             raise
         finally:
             self._scheduler.record(replace(outcome, num_retries=retries))

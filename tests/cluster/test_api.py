@@ -26,6 +26,7 @@ class Api:
     """The application, asked without a network."""
 
     def __init__(self, tokenizer: Any, state_dir: Path) -> None:
+        self.state_dir = state_dir
         self.engine = FakeEngine(FakeEngineConfig(state_dir=str(state_dir), max_model_len=2000))
         info = asyncio.run(self.engine.start())
         self.scheduler = FakeScheduler(ready_status(info))
@@ -44,11 +45,11 @@ class Api:
             model_name=MODEL,
             default_ttft_slo_ms=500.0,
         )
-        self._app = create_api(front, clock, version="1.2.3")
+        self.app = create_api(front, clock, version="1.2.3")
 
     def ask(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         async def go() -> httpx.Response:
-            transport = httpx.ASGITransport(app=self._app, raise_app_exceptions=False)
+            transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 return await client.request(method, path, **kwargs)
 
@@ -404,3 +405,35 @@ def test_outcomes_are_recorded(api: Api):
     api.scheduler.answers = [Refusal(status=429, message="full", code="queue_full")]
     api.chat()
     assert api.scheduler.outcomes[-1].outcome == "rejected"
+
+
+def test_a_stream_whose_client_can_not_be_asked_for_is_cancelled(api: Api):
+    """Serve's `receive` fails when the client's leaving has ended the call behind it."""
+    (api.state_dir / "token_ms").write_text("50")
+    body = json.dumps({"model": MODEL, "messages": [USER], "max_tokens": 100, "stream": True})
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+
+    async def go() -> None:
+        requests = [{"type": "http.request", "body": body.encode()}]
+        begun = asyncio.Event()
+
+        async def receive() -> Any:
+            if requests:
+                return requests.pop()
+            await begun.wait()
+            raise RuntimeError("cancelled")
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                begun.set()
+
+        await asyncio.wait_for(api.app(scope, receive, send), 2.0)
+
+    asyncio.run(go())
+    assert api.scheduler.outcomes[-1].outcome == "cancelled"

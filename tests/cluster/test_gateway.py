@@ -67,6 +67,21 @@ async def test_leaving_in_mid_answer_ends_the_engines_work(tmp_path: Path):
     assert [outcome.outcome for outcome in bench.scheduler.outcomes] == ["cancelled"]
 
 
+async def test_leaving_gives_the_ticket_back(tmp_path: Path):
+    """The replica cannot do it: the call with the ticket may not have reached it."""
+    bench = Bench(tmp_path)
+    await bench.start()
+    (tmp_path / "prefill_ms").write_text("60000")
+    answer = asyncio.ensure_future(anext(bench.gateway.run(bench.job)))
+    while not bench.events():
+        await asyncio.sleep(0)
+    answer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answer
+    (profile,) = bench.scheduler.profiles
+    assert bench.scheduler.abandoned == [profile.request_id]
+
+
 async def test_a_whole_answer_is_recorded_once(tmp_path: Path):
     bench = Bench(tmp_path)
     await bench.start()

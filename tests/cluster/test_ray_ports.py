@@ -75,8 +75,9 @@ async def read_all(port: RayReplicas, seen: list[Any]) -> None:
 async def test_an_admission_that_ends_before_its_own_task_is_a_cancellation():
     actor = FakeActor(TaskCancelledError())
     admitting = asyncio.create_task(scheduler_of(actor).admit(PROFILE))
-    while not actor.num_admissions:
+    for _ in range(10):  # turns of the loop: the admission has seen its call end
         await asyncio.sleep(0)
+    assert actor.num_admissions == 1
     admitting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await admitting
