@@ -85,6 +85,7 @@ def cluster_config(
             warmup_depth=settings.planner.warmup_depth,
             probe_len=settings.planner.probe_len,
             band=BudgetBand(floor=settings.planner.floor, saturation=settings.planner.saturation),
+            reserve=settings.planner.reserve,
         ),
         gather_ms=scheduler.gather_ms,
         max_wait_ms=scheduler.max_wait_ms,

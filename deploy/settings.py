@@ -77,6 +77,7 @@ class PlannerSection(_Section):
     probe_len: int = Field(default=1, ge=0)
     floor: float = Field(default=0.05, ge=0, le=1)
     saturation: float = Field(default=0.50, ge=0, le=1)
+    reserve: float = Field(default=0.15, ge=0, lt=1)
 
     @field_validator("saturation")
     @classmethod

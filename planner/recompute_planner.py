@@ -50,12 +50,18 @@ class SlackPlannerConfig:
     warmup_depth: int = 1
     probe_len: int = 1
     band: BudgetBand = field(default_factory=BudgetBand)
+    reserve: float = 0.15  # share of the slack kept for the cost model's error and the way back
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.reserve < 1.0:
+            raise ValueError(f"reserve must be within 0 and 1, got {self.reserve}")
 
 
 class SlackPlanner:
     """A fixed (S, w, p); one coverage for the batch, as large as the budget allows.
 
-    The cost is linear in the coverage, so the coverage that meets the budget is a division. Below
+    The cost is linear in the coverage, so the coverage that meets the budget, less a reserve, is a
+    division. Below
     the floor's cost it runs the floor, above the saturation's it runs the saturation.
     """
 
@@ -91,7 +97,7 @@ class SlackPlanner:
             )
             return cost.work_ms(work)
 
-        coverage = self._coverage(batch_ms, budget_ms)
+        coverage = self._coverage(batch_ms, (1.0 - self._config.reserve) * budget_ms)
         expected_ms = batch_ms(coverage)
         return BatchPlan(
             requests=tuple(

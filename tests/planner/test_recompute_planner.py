@@ -23,7 +23,7 @@ COST = CostModel(
     selected_pair_ms=1e-6,
     reuse_ms=0.0005,
 )
-PLANNER = SlackPlanner(SlackPlannerConfig(band=BudgetBand(floor=0.05, saturation=0.5)))
+PLANNER = SlackPlanner(SlackPlannerConfig(band=BudgetBand(floor=0.05, saturation=0.5), reserve=0.0))
 
 
 def adaptive(cached=2000, always=60):
@@ -48,6 +48,15 @@ def test_the_budget_is_used_and_not_exceeded():
         assert made.expected_ms == pytest.approx(budget, rel=1e-6)
 
 
+def test_a_reserve_is_kept_back():
+    planner = SlackPlanner(SlackPlannerConfig(reserve=0.25))
+    made = planner.plan([adaptive()], budget_ms=800.0, cost=COST)
+    assert made.expected_ms == pytest.approx(600.0)
+    assert made.budget_ms == 800.0
+    with pytest.raises(ValueError, match="reserve"):
+        SlackPlannerConfig(reserve=1.0)
+
+
 def test_more_budget_never_lowers_the_coverage():
     coverages = [plan([adaptive()], ms).requests[0].coverage for ms in range(0, 3000, 50)]
     assert coverages == sorted(coverages)
@@ -64,7 +73,7 @@ def test_under_the_floors_cost_it_runs_the_floor(budget_ms):
 
 @pytest.mark.parametrize("band", [BudgetBand(floor=0.0, saturation=1.0), BudgetBand()])
 def test_the_budget_holds_for_bands_that_end_at_nothing_and_everything(band):
-    planner = SlackPlanner(SlackPlannerConfig(band=band))
+    planner = SlackPlanner(SlackPlannerConfig(band=band, reserve=0.0))
     for budget in range(0, 2500, 20):
         made = planner.plan([adaptive()], budget_ms=budget, cost=COST)
         at_floor = made.requests[0].coverage == band.floor
