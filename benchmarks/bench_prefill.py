@@ -156,7 +156,7 @@ def _share(config: RecomputeConfig, num_context: int, num_layers: int) -> float:
     warmup_depth, probe_len = config.depths(num_layers)
     num_tokens = PREFIX_TOKENS + num_context + SUFFIX_TOKENS
     work = prefill_work(
-        [PrefillShape(num_cached=num_context, num_always=SUFFIX_TOKENS)],
+        [PrefillShape(num_cached=PREFIX_TOKENS + num_context, num_always=SUFFIX_TOKENS)],
         [config.coverage],
         signal=config.signal,
         warmup_depth=warmup_depth,
