@@ -1,6 +1,6 @@
 """How much to recompute: from the time that is left to a coverage for each request of a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -61,8 +61,7 @@ class SlackPlanner:
     """A fixed (S, w, p); one coverage for the batch, as large as the budget allows.
 
     The cost is linear in the coverage, so the coverage that meets the budget, less a reserve, is a
-    division. Below
-    the floor's cost it runs the floor, above the saturation's it runs the saturation.
+    division. Below the floor's cost it runs the floor, above the saturation's the saturation.
     """
 
     def __init__(self, config: SlackPlannerConfig) -> None:
@@ -118,7 +117,7 @@ class SlackPlanner:
             expected_ms=expected_ms,
         )
 
-    def _coverage(self, batch_ms: "CostOfCoverage", budget_ms: float) -> float:
+    def _coverage(self, batch_ms: Callable[[float], float], budget_ms: float) -> float:
         band = self._config.band
         if batch_ms(band.saturation) <= budget_ms:
             return band.saturation
@@ -131,7 +130,3 @@ class SlackPlanner:
             return band.floor
         share = min(1.0, (budget_ms - low_ms) / (high_ms - low_ms))
         return low + share * (high - low)
-
-
-class CostOfCoverage(Protocol):
-    def __call__(self, adaptive_coverage: float, /) -> float: ...

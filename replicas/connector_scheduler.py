@@ -8,14 +8,14 @@ ranks get the same step, so they can never disagree about a hit.
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from kv_tier.errors import KvTierError
 from kv_tier.keys import KeySpace
 from kv_tier.store import ChunkLocation, ChunkQuery, ChunkStore, Lease, Reservation
 from planner.clock import Clock
-from planner.types import PrefillResult, PrefillTimings
+from planner.types import PrefillResult
 from replicas.batch import BatchJob, Capture, PrefillJob, Segment, SegmentKind
 from replicas.connector_types import (
     JobReport,
@@ -111,10 +111,9 @@ class SchedulerSide:
             return 0, False
         batch = self._gathering.get(job.params.batch_id)
         if batch is not None and request_id in batch.members:
-            waited_ms = self._clock.now_ms() - batch.since_ms
-            if len(batch.members) < batch.size and waited_ms < self._slices.hold_ms:
-                return None, False
             if len(batch.members) < batch.size:
+                if self._clock.now_ms() - batch.since_ms < self._slices.hold_ms:
+                    return None, False
                 self._released[job.params.batch_id] = None
                 if len(self._released) > MAX_RELEASED:
                     self._released.popitem(last=False)
@@ -307,15 +306,6 @@ class SchedulerSide:
         num_covered = num_miss + report.num_selected
         if report.failed:
             hit, recomputed, num_covered = 0, job.num_prompt_tokens, num_context
-        timings = PrefillTimings(
-            hold_ms=job.hold_ms,
-            load_ms=report.timings.load_ms,
-            warmup_ms=report.timings.warmup_ms,
-            probe_ms=report.timings.probe_ms,
-            patch_ms=report.timings.patch_ms,
-            stall_ms=report.timings.stall_ms,
-            compute_ms=report.timings.compute_ms,
-        )
         return ResultParams(
             result=PrefillResult(
                 policy=params.policy,
@@ -329,7 +319,7 @@ class SchedulerSide:
                 num_recomputed_tokens=recomputed,
                 cached_tokens={"host": hit},
                 batch_size=report.batch_size,
-                timings=timings,
+                timings=replace(report.timings, hold_ms=job.hold_ms),
                 recovered=report.failed,
             ),
             missing=[i for i, h in enumerate(job.hits) if not h],
