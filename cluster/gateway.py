@@ -5,7 +5,6 @@ HTTP of the answers.
 """
 
 import asyncio
-import itertools
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -133,7 +132,6 @@ class Gateway:
         self._replicas = replicas
         self._config = config
         self._clock = clock
-        self._floor_batch_ids = itertools.count(-1, -1)
 
     @property
     def status(self) -> SchedulerStatus | None:
@@ -264,7 +262,7 @@ class Gateway:
         warmup_depth, probe_len = config.depths(self._config.num_layers)
         return Ticket(
             replica_id="",
-            batch_id=next(self._floor_batch_ids),
+            batch_id=0,  # the replica that takes it makes it a batch of its own
             batch_size=1,
             plan=RequestPlan(
                 policy=job.policy,
