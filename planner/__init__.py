@@ -1,7 +1,9 @@
 """Decisions: cost model, recompute planner, scheduler policy. Pure; no torch, Ray or Redis."""
 
+from planner.auto_signal import AutoRule
 from planner.clock import Clock, MonotonicClock
 from planner.cost_model import CostModel, PrefillShape, Work, fit_cost_model, prefill_work
+from planner.coverage_resolver import PatchDemand, resolve_coverages
 from planner.policies import ADAPTIVE, CUSTOM, FULL_PREFILL, STATIC_POLICIES, policy_names
 from planner.recompute_planner import (
     BudgetBand,
@@ -22,6 +24,7 @@ from planner.scheduler import (
 from planner.types import (
     BatchPlan,
     ChunkRef,
+    Deviation,
     EngineInfo,
     EngineLoad,
     PrefillResult,
@@ -40,17 +43,20 @@ __all__ = [
     "CUSTOM",
     "FULL_PREFILL",
     "STATIC_POLICIES",
+    "AutoRule",
     "BatchDecision",
     "BatchPlan",
     "BudgetBand",
     "ChunkRef",
     "Clock",
     "CostModel",
+    "Deviation",
     "EngineInfo",
     "EngineLoad",
     "FcfsConfig",
     "FcfsScheduler",
     "MonotonicClock",
+    "PatchDemand",
     "PlanInput",
     "PrefillResult",
     "PrefillShape",
@@ -73,4 +79,5 @@ __all__ = [
     "policy_names",
     "prefill_work",
     "request_shape",
+    "resolve_coverages",
 ]

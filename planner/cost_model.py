@@ -57,7 +57,8 @@ def prefill_work(
     engine does.
     """
     rest = num_layers - warmup_depth
-    is_probed = signal in (Signal.KV_DEV, Signal.QCI) and any(0.0 < r < 1.0 for r in coverages)
+    walks_layers = signal in (Signal.KV_DEV, Signal.QCI, Signal.AUTO)
+    is_probed = walks_layers and any(0.0 < r < 1.0 for r in coverages)
     probes = probe_len if is_probed else 0
     rows = pairs = selected_pairs = reused = 0.0
     for shape, coverage in zip(shapes, coverages, strict=True):
@@ -70,16 +71,20 @@ def prefill_work(
         else:
             selected_pairs += active * n / 2 * rest
         reused += shape.num_cached * (rest + probes)
-        if signal is Signal.QCI:
-            rows += shape.num_always * probes
-            selected_pairs += shape.num_always * n * probes
-        elif signal is Signal.QCI_FINAL and 0.0 < coverage < 1.0:  # the suffix through all layers
+        # `auto` is counted as one layer of `qci`, then `kv_dev`: the dearer of its two ways
+        questions = {Signal.QCI: probes, Signal.AUTO: min(1, probes)}.get(signal, 0)
+        rows += shape.num_always * questions
+        selected_pairs += shape.num_always * n * questions
+        if signal is Signal.QCI_FINAL and 0.0 < coverage < 1.0:  # the suffix through all layers
             rows += shape.num_always * num_layers
             reused += shape.num_cached
-        elif (
-            signal is Signal.KV_DEV and probes
-        ):  # only keys and values of all tokens at layer w: about a quarter of a layer
-            rows += 0.25 * n + active * (probes - 1)
+        elif signal in (Signal.KV_DEV, Signal.AUTO) and probes:
+            # only keys and values of all tokens at layer w: about a quarter of a layer; then the
+            # candidates that gradual filtering leaves
+            rows += 0.25 * n + sum(
+                shape.num_always + coverage ** (step / probes) * shape.num_cached
+                for step in range(1, probes)
+            )
     return Work(
         rows=rows,
         pairs=pairs,

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from planner.cost_model import CostModel, PrefillShape, prefill_work
 from planner.policies import ADAPTIVE
-from planner.types import BatchPlan, RecomputeConfig, RequestPlan, Signal
+from planner.types import BatchPlan, Deviation, RecomputeConfig, RequestPlan, Signal
 
 EDGE = 1e-6  # a coverage next to 0 or 1
 
@@ -49,6 +49,8 @@ class SlackPlannerConfig:
     signal: Signal = Signal.KV_DEV
     warmup_depth: int = 1
     probe_len: int = 1
+    deviation: Deviation = Deviation.KV
+    resolve: bool = True  # let the engine solve the coverage again while the batch runs
     band: BudgetBand = field(default_factory=BudgetBand)
     reserve: float = 0.15  # share of the slack kept for the cost model's error and the way back
 
@@ -78,6 +80,7 @@ class SlackPlanner:
                 signal=self._config.signal,
                 warmup_depth=self._config.warmup_depth,
                 probe_len=self._config.probe_len,
+                deviation=self._config.deviation,
             )
         w, p = config.depths(cost.num_layers)
         shapes = [r.shape for r in requests]
@@ -96,8 +99,11 @@ class SlackPlanner:
             )
             return cost.work_ms(work)
 
-        coverage = self._coverage(batch_ms, (1.0 - self._config.reserve) * budget_ms)
+        target_ms = (1.0 - self._config.reserve) * budget_ms
+        coverage = self._coverage(batch_ms, target_ms)
         expected_ms = batch_ms(coverage)
+        band = self._config.band
+        open_band = (band.floor, band.saturation) if self._config.resolve else None
         return BatchPlan(
             requests=tuple(
                 RequestPlan(
@@ -108,6 +114,9 @@ class SlackPlanner:
                     coverage=coverage if r.config is None else r.config.coverage,
                     expected_ms=expected_ms,
                     budget_ms=budget_ms,
+                    deviation=config.deviation,
+                    band=open_band if r.config is None else None,
+                    target_ms=target_ms,
                     num_cached=r.shape.num_cached,
                     cost_scale=cost.scale,
                 )

@@ -181,4 +181,4 @@ def _phase_key(profile: RequestProfile) -> tuple[object, ...]:
     if profile.config is None:
         return ()
     config = profile.config
-    return (config.signal, config.warmup_depth, config.probe_len)
+    return (config.signal, config.warmup_depth, config.probe_len, config.deviation)

@@ -15,9 +15,18 @@ class Signal(StrEnum):
 
     KV_DEV = "kv_dev"  # deviation of the reused from the exact keys and values (CacheBlend)
     QCI = "qci"  # attention mass from the suffix onto the context (query-context interaction)
+    AUTO = "auto"  # one of the two above, by the entropy of the first Probe layer's QCI scores
     # of the baselines alone:
     QCI_FINAL = "qci_final"  # the suffix by itself to the last layer, onto its keys (FusionRAG)
     POSITION = "position"  # the first tokens of every chunk but the first (EPIC)
+
+
+class Deviation(StrEnum):
+    """What of a token's KV `kv_dev` compares; published implementations differ."""
+
+    K = "k"
+    V = "v"
+    KV = "kv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +41,7 @@ class RecomputeConfig:
     warmup_depth: int | None = 1
     probe_len: int | None = 1
     coverage: float = 0.15
+    deviation: Deviation = Deviation.KV
     tokens_per_chunk: int | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +106,7 @@ class RagRequest:
     ttft_slo_ms: float
     cache_salt: str = ""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    wants_timeline: bool = False
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -143,6 +154,9 @@ class RequestPlan:
     coverage: float
     expected_ms: float
     budget_ms: float
+    deviation: Deviation = Deviation.KV
+    band: tuple[float, float] | None = None  # the coverage may be solved again within; None: fixed
+    target_ms: float = 0.0  # what a coverage that is solved again has to keep
     num_cached: int = 0  # stored chunk tokens that the plan counts on
     cost_scale: float = 1.0  # `CostModel.scale` that `expected_ms` was made with
 
@@ -169,9 +183,9 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTimings:
-    """Where the prefill's time went, in milliseconds of the replica's clock.
+    """Where the prefill's time went, in milliseconds of the replica's clock (a GPU's own, there).
 
-    The phases are timed where they are launched: on a GPU only `compute_ms` says what they took.
+    load, warmup, probe, patch, write, fill, stall and pause add up to compute.
     """
 
     hold_ms: float = 0.0  # waiting for the other members of the batch and for KV blocks
@@ -179,9 +193,23 @@ class PrefillTimings:
     warmup_ms: float = 0.0
     probe_ms: float = 0.0
     patch_ms: float = 0.0
-    stall_ms: float = 0.0  # the batch waited between slices while other requests decoded
+    write_ms: float = 0.0  # finished KV into the paged cache, or a parked prompt's into host memory
+    fill_ms: float = 0.0  # recomputing the context's front while stored KV was on its way
+    stall_ms: float = 0.0  # idle: stored KV was on its way and there was nothing to recompute
+    pause_ms: float = 0.0  # between slices, while other requests decoded
     compute_ms: float = 0.0  # from the first layer of the batch to its last
     first_token_ms: float = 0.0  # from the engine's queue to the first token: what plans expect
+    block_wait_ms: float = 0.0  # of a parked prefill: from its first token to its KV blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSpan:
+    """One phase in one layer, in milliseconds from the engine's queue."""
+
+    phase: str
+    layer: int
+    start_ms: float
+    duration_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +228,11 @@ class PrefillResult:
     cached_tokens: dict[str, int]  # by tier
     batch_size: int
     timings: PrefillTimings
+    num_filled_tokens: int = 0  # of those recomputed: while stored KV was on its way
+    parked: bool = False  # prefilled without KV blocks, its layers kept in host memory
     recovered: bool = False  # stored KV failed in mid-prefill and everything was recomputed
     full_prefill: bool = False  # the engine's own prefill ran, without reuse
+    timeline: tuple[PhaseSpan, ...] = ()  # if the request asked for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +245,7 @@ class EngineInfo:
     max_model_len: int
     kv_capacity_tokens: int
     max_num_seqs: int
+    parking_tokens: int = 0  # prompts that may be prefilled into host memory meanwhile
     tensor_parallel_size: int
     reuse_refusal: str | None = None  # why chunk reuse is off for this model, if it is
 

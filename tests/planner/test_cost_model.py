@@ -42,6 +42,13 @@ def test_a_probe_that_cannot_change_anything_is_free():
     assert work_of(1000, 50, 0.5, p=4).rows > work_of(1000, 50, 0.5, p=0).rows
 
 
+def test_auto_is_priced_as_the_dearer_of_its_two_ways():
+    by = {s: work_of(1000, 50, 0.2, p=2, signal=s) for s in Signal}
+    auto = by[Signal.AUTO]
+    assert auto.rows == pytest.approx(by[Signal.KV_DEV].rows + 50)
+    assert all(auto.rows >= by[s].rows for s in (Signal.KV_DEV, Signal.QCI))
+
+
 def test_a_batchs_work_is_the_sum_of_its_requests():
     shapes = [
         PrefillShape(num_cached=300, num_always=20),

@@ -7,6 +7,7 @@ from planner import (
     STATIC_POLICIES,
     BudgetBand,
     CostModel,
+    Deviation,
     PlanInput,
     PrefillShape,
     RecomputeConfig,
@@ -130,3 +131,25 @@ def test_impossible_configurations_are_refused_by_name(bad):
 
 def test_the_default_policy_is_adaptive():
     assert adaptive().policy == ADAPTIVE
+
+
+def test_what_the_engine_may_solve_again():
+    fixed = PlanInput(
+        shape=PrefillShape(num_cached=100, num_always=10),
+        policy="cacheblend",
+        config=STATIC_POLICIES["cacheblend"],
+    )
+    planner = SlackPlanner(SlackPlannerConfig(reserve=0.25))
+    own, static = planner.plan([adaptive(), fixed], budget_ms=800.0, cost=COST).requests
+    assert own.band == (0.05, 0.5) and static.band is None
+    assert own.target_ms == static.target_ms == 600.0
+    closed = SlackPlanner(SlackPlannerConfig(resolve=False))
+    assert closed.plan([adaptive()], budget_ms=800.0, cost=COST).requests[0].band is None
+
+
+def test_the_deviation_is_the_configs_or_the_servers():
+    planner = SlackPlanner(SlackPlannerConfig(deviation=Deviation.K))
+    assert planner.plan([adaptive()], budget_ms=1.0, cost=COST).requests[0].deviation == "k"
+    config = RecomputeConfig(deviation=Deviation.V)
+    request = PlanInput(shape=PrefillShape(num_cached=9, num_always=1), config=config)
+    assert planner.plan([request], budget_ms=1.0, cost=COST).requests[0].deviation == "v"

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -7,9 +8,11 @@ from planner import (
     STATIC_POLICIES,
     ChunkRef,
     CostModel,
+    Deviation,
     FcfsConfig,
     FcfsScheduler,
     QueueFullError,
+    RecomputeConfig,
     ReplicaState,
     RequestProfile,
     SlackPlanner,
@@ -182,3 +185,12 @@ def test_every_request_is_dispatched_or_cancelled_once():
 def test_shapes_follow_what_is_resident():
     shape = request_shape(profile("q", chunks=("a", "z"), tokens=100), {"a"})
     assert (shape.num_cached, shape.num_always) == (100, 150)
+
+
+def test_requests_with_another_deviation_do_not_share_a_batch():
+    queue = scheduler()
+    for name, deviation in (("a", Deviation.K), ("b", Deviation.V), ("c", Deviation.K)):
+        config = RecomputeConfig(deviation=deviation)
+        queue.submit(replace(profile(name, policy="custom"), config=config), now_ms=0.0)
+    assert ids(queue.next_batch([replica()], now_ms=0.0)) == ["a", "c"]
+    assert ids(queue.next_batch([replica()], now_ms=0.0)) == ["b"]
