@@ -1,14 +1,17 @@
 """A Hugging Face causal language model walked layer by layer.
 
-The plain reference beside the vLLM adapter: any torch device, one process, no paged cache.
+The plain reference beside the vLLM adapter: any torch device, one process or several with a slice
+each, no paged cache.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from replicas.model import Hidden, Projection
+from replicas.tensor_parallel import LayerSlice, Ranks, head_slice
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -19,26 +22,48 @@ SUPPORTED_ARCHITECTURES = (
 
 
 class TransformersModel:
-    """`LayerwiseModel` over a loaded `LlamaForCausalLM` or one of its siblings."""
+    """`LayerwiseModel` over a loaded `LlamaForCausalLM` or one of its siblings.
 
-    def __init__(self, model: Any) -> None:
+    With a group, every rank of it loads the whole model, keeps its slice of the layers (norms,
+    embeddings and head are held by all), and lets go of the rest. gloo on the CPU, NCCL on CUDA.
+    """
+
+    def __init__(self, model: Any, group: ProcessGroup | None = None) -> None:
         name = type(model).__name__
         if name not in SUPPORTED_ARCHITECTURES:
             raise ValueError(f"{name} is not among {', '.join(SUPPORTED_ARCHITECTURES)}")
-        config = model.config
-        self.model = model
-        self._layers = model.model.layers
-        self.num_layers = len(self._layers)
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
-        self.kv_head_start = 0
-        self.head_dim = self._layers[0].self_attn.head_dim
+        config, layers = model.config, model.model.layers
+        self._ranks = Ranks(group)
+        self.num_ranks = self._ranks.size
+        heads = head_slice(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            self._ranks.rank,
+            self.num_ranks,
+        )
+        self.num_layers = len(layers)
+        self.num_heads = heads.num_heads
+        self.num_kv_heads = heads.num_kv_heads
+        self.kv_head_start = heads.kv_head_start
+        self.stores_heads = heads.stores_heads
+        self.head_dim = layers[0].self_attn.head_dim
         self.scale = self.head_dim**-0.5
         self.device = model.device
         self.dtype = model.dtype
+        self._embed_tokens = model.model.embed_tokens
+        self._rotary_emb = model.model.rotary_emb
+        self._norm = model.model.norm
+        self._lm_head = model.lm_head
+        if self.num_ranks == 1:
+            self.model = model
+            self._layers = layers
+        else:
+            self._layers = [
+                LayerSlice(layer, heads, self.head_dim, self._ranks) for layer in layers
+            ]
 
     def embed(self, token_ids: Tensor) -> Hidden:
-        return Hidden(self.model.model.embed_tokens(token_ids))
+        return Hidden(self._embed_tokens(token_ids))
 
     def project(self, layer: int, hidden: Hidden) -> Projection:
         block = self._layers[layer]
@@ -53,15 +78,27 @@ class TransformersModel:
         return Projection(q, k, v, hidden.states)
 
     def rotate(self, layer: int, positions: Tensor, x: Tensor) -> Tensor:
-        cos, sin = self.model.model.rotary_emb(x, positions[None])
+        cos, sin = self._rotary_emb(x, positions[None])
         half = x.shape[-1] // 2
         turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
         return x * cos[0, :, None] + turned * sin[0, :, None]
 
     def finish(self, layer: int, residual: Tensor, attention: Tensor) -> Hidden:
         block = self._layers[layer]
-        states = residual + block.self_attn.o_proj(attention.flatten(1))
-        return Hidden(states + block.mlp(block.post_attention_layernorm(states)))
+        states = residual + self._ranks.sum(block.self_attn.o_proj(attention.flatten(1)))
+        return Hidden(states + self._ranks.sum(block.mlp(block.post_attention_layernorm(states))))
+
+    def logits(self, hidden: Hidden) -> Tensor:
+        """[num_rows, vocab_size], float32, the same bits on every rank."""
+        return self.agree(self._lm_head(self._norm(hidden.states)).float())
 
     def reduce_scores(self, scores: Tensor) -> Tensor:
-        return scores
+        if self.num_ranks == 1:
+            return scores
+        return self.agree(self._ranks.sum(scores.clone()))
+
+    def agree(self, values: Tensor) -> Tensor:
+        return self._ranks.agree(values.to(self.device)).to(values.device)  # NCCL has no CPU side
+
+    def all_ready(self, ready: bool) -> bool:
+        return self._ranks.all_ready(ready, self.device)
