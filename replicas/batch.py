@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from kv_tier.store import ChunkLocation
-from planner.types import Signal
+from planner.cost_model import CostModel
+from planner.types import Deviation, Signal
+from replicas.parking import ParkOrder
 
 
 class SegmentKind(StrEnum):
@@ -46,8 +48,11 @@ class PrefillJob:
     token_ids: list[int]  # the whole prompt
     segments: list[Segment]  # ascending; tokens after the last one are the suffix
     coverage: float
-    block_ids: list[int]  # the engine's pages, in order
+    block_ids: list[int]  # the engine's pages, in order; none for a parked prefill
     captures: list[Capture]
+    band: tuple[float, float] | None = None  # the coverage may be solved again within; None: fixed
+    park: ParkOrder | None = None  # no pages are free: finished layers go to host memory
+    wants_timeline: bool = False
 
     def __post_init__(self) -> None:
         end = 0
@@ -61,6 +66,14 @@ class PrefillJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CoverageTerms:
+    """What the coverages of a running batch are solved again from."""
+
+    deadline_ms: float  # of the node's clock: when the batch has to be done
+    cost: CostModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchJob:
     """Requests that go through the phases together, with their shared (S, w, p)."""
 
@@ -69,6 +82,8 @@ class BatchJob:
     warmup_depth: int
     probe_len: int
     jobs: list[PrefillJob]
+    deviation: Deviation = Deviation.KV
+    terms: CoverageTerms | None = None  # to solve open coverages again with; None: as planned
     is_ingest: bool = False  # nobody waits for it: it runs where no other batch can
 
 
@@ -147,16 +162,22 @@ class PackedBatch:
         return torch.searchsorted(rows, bounds).tolist()
 
     def slots(self, block_size: int) -> Tensor:
-        """Slot of each row in the engine's paged cache, -1 for each prompt's last token."""
+        """Slot of each row in the engine's paged cache, -1 for each prompt's last token and for
+        parked prompts."""
         slots = torch.full((self.num_rows,), -1, dtype=torch.int64)
         for idx, job in enumerate(self.jobs):
-            positions = torch.arange(len(job.token_ids) - 1)
-            blocks = torch.tensor(job.block_ids, dtype=torch.int64)
-            start = self.offsets[idx]
-            slots[start : start + len(positions)] = (
-                blocks[positions // block_size] * block_size + positions % block_size
-            )
+            if job.park is not None:
+                continue
+            start, count = self.offsets[idx], len(job.token_ids) - 1
+            slots[start : start + count] = slots_of(count, job.block_ids, block_size)
         return slots.to(self.positions.device)
+
+
+def slots_of(num_tokens: int, block_ids: list[int], block_size: int) -> Tensor:
+    """Slots of a prompt's first tokens in a paged cache, [num_tokens], int64."""
+    positions = torch.arange(num_tokens)
+    blocks = torch.tensor(block_ids, dtype=torch.int64)
+    return blocks[positions // block_size] * block_size + positions % block_size
 
 
 def merge_rows(parts: list[Tensor]) -> Tensor:

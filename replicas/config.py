@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.auto_signal import AutoRule
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -18,6 +20,9 @@ class EngineConfig:
     cpu_threads: int | None = None  # compute threads of each rank without a GPU
     slice_layers: int = 4  # prefill layers a step while other requests decode
     batch_hold_ms: float = 50.0  # longest wait for the other members of a batch
+    parking_bytes: int = 1 << 28  # host memory for prompts prefilled before KV blocks are free
+    auto_rule: AutoRule = field(default_factory=AutoRule)  # for the signal `auto`
+    load_bandwidth_mb_s: float | None = None  # emulates a slower store; None: as fast as it is
     anchor_text: str | None = None  # what chunks are prefilled behind; None: BOS, else EOS
     host_tier_dir: str = ""  # one folder a node, shared by its replicas; empty: no chunk store
     host_tier_bytes: int = 1 << 30
@@ -30,5 +35,11 @@ class EngineConfig:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.batch_hold_ms < 0:
             raise ValueError(f"batch_hold_ms must not be negative, got {self.batch_hold_ms}")
+        if self.parking_bytes < 0:
+            raise ValueError(f"parking_bytes must not be negative, got {self.parking_bytes}")
+        if self.load_bandwidth_mb_s is not None and self.load_bandwidth_mb_s <= 0:
+            raise ValueError(
+                f"load_bandwidth_mb_s must be positive, got {self.load_bandwidth_mb_s}"
+            )
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, got {self.dtype}")

@@ -16,10 +16,18 @@ from kv_tier.keys import KeySpace
 from kv_tier.store import ChunkLocation, ChunkQuery, ChunkStore, Lease, Reservation
 from planner.clock import Clock
 from planner.types import PrefillResult
-from replicas.batch import BatchJob, Capture, PrefillJob, Segment, SegmentKind
+from replicas.batch import (
+    BatchJob,
+    Capture,
+    CoverageTerms,
+    PrefillJob,
+    Segment,
+    SegmentKind,
+)
 from replicas.connector_types import (
     JobReport,
     RequestParams,
+    Restore,
     ResultParams,
     StepMeta,
     WorkerReport,
@@ -81,7 +89,10 @@ class SchedulerSide:
         self._jobs: dict[str, _Job] = {}
         self._gathering: dict[int, _Gathering] = {}
         self._released: OrderedDict[int, None] = OrderedDict()  # batches that went without a member
-        self._allocated: dict[tuple[object, ...], BatchJob] = {}  # since the last step
+        # since the last step:
+        self._allocated: dict[tuple[object, ...], BatchJob] = {}
+        self._restores: list[Restore] = []
+        self._unpark: list[str] = []
 
     def arrived(
         self, request_id: str, params: RequestParams | None, *, num_prompt_tokens: int
@@ -90,6 +101,9 @@ class SchedulerSide:
         if params is None:
             return
         now_ms = self._clock.now_ms()
+        if params.park is not None:
+            num_prompt_tokens = len(params.park_token_ids)
+        self._unpark.extend(params.unpark)
         self._jobs[request_id] = _Job(params, num_prompt_tokens, now_ms)
         if params.batch_size > 1 and params.batch_id not in self._released:
             batch = self._gathering.setdefault(
@@ -118,7 +132,7 @@ class SchedulerSide:
                 if len(self._released) > MAX_RELEASED:
                     self._released.popitem(last=False)
             del self._gathering[job.params.batch_id]
-        return job.num_prompt_tokens - 1, True
+        return (1 if job.params.park is not None else job.num_prompt_tokens - 1), True
 
     def allocated(self, request_id: str, token_ids: Sequence[int], block_ids: list[int]) -> None:
         """vLLM gave the request its blocks: look its chunks up and queue its prefill."""
@@ -126,6 +140,18 @@ class SchedulerSide:
         params = job.params
         job.state = JobState.ACTIVE
         job.hold_ms = self._clock.now_ms() - job.since_ms
+        if params.restore_id is not None:
+            self._restores.append(
+                Restore(
+                    request_id=request_id,
+                    park_id=params.restore_id,
+                    num_tokens=len(token_ids) - 1,
+                    block_ids=block_ids,
+                )
+            )
+            return
+        if params.park is not None:
+            token_ids, block_ids = params.park_token_ids, []
         prefill = (
             self._reuse_job(request_id, job, token_ids, block_ids)
             if params.ingest_content_id is None
@@ -136,19 +162,37 @@ class SchedulerSide:
             signal=params.signal,
             warmup_depth=params.warmup_depth,
             probe_len=params.probe_len,
+            deviation=params.deviation,
+            terms=params.terms,
             jobs=[],
             is_ingest=params.ingest_content_id is not None,
         )
-        key = (batch.batch_id, batch.signal, batch.warmup_depth, batch.probe_len, batch.is_ingest)
-        self._allocated.setdefault(key, batch).jobs.append(prefill)
+        key = (
+            batch.batch_id,
+            batch.signal,
+            batch.warmup_depth,
+            batch.probe_len,
+            batch.deviation,
+            batch.is_ingest,
+        )
+        known = self._allocated.get(key)
+        if known is None:
+            self._allocated[key] = known = batch
+        elif batch.terms is not None and _is_sooner(batch.terms, known.terms):
+            self._allocated[key] = known = replace(known, terms=batch.terms)
+        known.jobs.append(prefill)
 
     def step(self, *, decoding: bool) -> StepMeta:
         """The work of one engine step; `decoding`: whether the step also generates tokens."""
-        batches = list(self._allocated.values())
-        self._allocated.clear()
-        return StepMeta(
-            batches=batches, num_layers=self._slices.decoding if decoding else self._slices.idle
+        meta = StepMeta(
+            batches=list(self._allocated.values()),
+            restores=self._restores,
+            unpark=self._unpark,
+            num_layers=self._slices.decoding if decoding else self._slices.idle,
         )
+        self._allocated.clear()
+        self._restores, self._unpark = [], []
+        return meta
 
     def received(self, finished: set[str], report: WorkerReport | None) -> None:
         """Every rank has ended these prefills: let go of what they read and wrote."""
@@ -179,6 +223,8 @@ class SchedulerSide:
             batch.size -= 1
             if not batch.members:
                 del self._gathering[job.params.batch_id]
+        if job.state is JobState.WAITING and job.params.restore_id is not None:
+            self._unpark.append(job.params.restore_id)
         if job.state is JobState.ACTIVE:
             job.state = JobState.DONE
         else:
@@ -221,8 +267,11 @@ class SchedulerSide:
                 for span, lease in zip(spans, leases, strict=True)
             ],
             coverage=job.params.coverage,
+            band=job.params.band,
             block_ids=block_ids,
             captures=[],
+            park=job.params.park,
+            wants_timeline=job.params.wants_timeline,
         )
 
     def _ingest_job(
@@ -290,9 +339,9 @@ class SchedulerSide:
             logger.exception("a reservation could not be ended")
 
     def _result(self, job: _Job) -> ResultParams | None:
-        """None for a request that ended before its prefill."""
+        """None for a request that ended before its prefill, or that went on with a parked one."""
         report, params = job.report, job.params
-        if report is None:
+        if report is None or params.restore_id is not None:
             return None
         spans = params.segments if params.ingest_content_id is None else []
         lengths = [s.end - s.start for s in spans]
@@ -309,7 +358,7 @@ class SchedulerSide:
         return ResultParams(
             result=PrefillResult(
                 policy=params.policy,
-                signal=params.signal,
+                signal=report.signal or params.signal,
                 warmup_depth=params.warmup_depth,
                 probe_len=params.probe_len,
                 coverage=min(1.0, num_covered / num_context) if num_context else 0.0,
@@ -317,14 +366,24 @@ class SchedulerSide:
                 num_context_tokens=num_context,
                 num_miss_tokens=num_miss,
                 num_recomputed_tokens=recomputed,
+                num_filled_tokens=report.num_filled,
                 cached_tokens={"host": hit},
                 batch_size=report.batch_size,
                 timings=replace(report.timings, hold_ms=job.hold_ms),
+                parked=params.park is not None,
                 recovered=report.failed,
+                timeline=tuple(report.timeline),
             ),
             missing=[i for i, h in enumerate(job.hits) if not h],
             stored=job.stored,
+            first_token=report.first_token,
+            first_logprob=report.first_logprob,
         )
+
+
+def _is_sooner(terms: CoverageTerms, known: CoverageTerms | None) -> bool:
+    """A batch has one deadline, its members' first."""
+    return known is None or terms.deadline_ms < known.deadline_ms
 
 
 def _captures(start: int, end: int, location: ChunkLocation | None) -> list[Capture]:

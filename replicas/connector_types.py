@@ -8,8 +8,10 @@ final output.
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from planner.types import PrefillResult, PrefillTimings, Signal
-from replicas.batch import BatchJob, SegmentKind
+from planner.cost_model import CostModel
+from planner.types import Deviation, PhaseSpan, PrefillResult, PrefillTimings, Signal
+from replicas.batch import BatchJob, CoverageTerms, SegmentKind
+from replicas.parking import FirstTokenSampling, ParkOrder
 
 PARAMS_KEY = "cachesmith"
 
@@ -34,6 +36,15 @@ class RequestParams:
     warmup_depth: int = 1
     probe_len: int = 1
     coverage: float = 1.0
+    deviation: Deviation = Deviation.KV
+    band: tuple[float, float] | None = None  # the coverage may be solved again within; None: fixed
+    terms: CoverageTerms | None = None  # to solve it with
+    wants_timeline: bool = False
+    # a prefill without KV blocks; vLLM's own prompt is a stand-in of two tokens then
+    park: ParkOrder | None = None
+    park_token_ids: list[int] = field(default_factory=list)
+    restore_id: str | None = None  # a parked prefill, to go on with
+    unpark: list[str] = field(default_factory=list)  # parked prefills that nobody wants any more
     batch_id: int = 0
     batch_size: int = 1
     # store the segments' KV instead of reusing it: the prompt is an anchor and one chunk
@@ -52,7 +63,22 @@ class RequestParams:
             SegmentSpan(kind=SegmentKind(s["kind"]), start=s["start"], end=s["end"])
             for s in wire["segments"]
         ]
-        return cls(**{**wire, "segments": segments, "signal": Signal(wire["signal"])})
+        park, terms, band = wire["park"], wire["terms"], wire["band"]
+        if terms is not None:
+            cost = CostModel(**terms["cost"])
+            terms = CoverageTerms(deadline_ms=terms["deadline_ms"], cost=cost)
+        if park is not None:
+            sampling = FirstTokenSampling(**park["sampling"])
+            park = ParkOrder(park_id=park["park_id"], sampling=sampling)
+        read = {
+            "segments": segments,
+            "signal": Signal(wire["signal"]),
+            "deviation": Deviation(wire["deviation"]),
+            "park": park,
+            "terms": terms,
+            "band": None if band is None else tuple(band),
+        }
+        return cls(**{**wire, **read})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +88,8 @@ class ResultParams:
     result: PrefillResult
     missing: list[int] = field(default_factory=list)  # indices of the request's segments
     stored: bool = False  # an ingest was committed
+    first_token: int | None = None  # of a parked prompt
+    first_logprob: float = 0.0
 
     def to_wire(self) -> dict[str, Any]:
         return {PARAMS_KEY: asdict(self)}
@@ -74,7 +102,18 @@ class ResultParams:
         result = dict(wire["result"])
         result["signal"] = Signal(result["signal"])
         result["timings"] = PrefillTimings(**result["timings"])
-        return cls(result=PrefillResult(**result), missing=wire["missing"], stored=wire["stored"])
+        result["timeline"] = tuple(PhaseSpan(**span) for span in result["timeline"])
+        return cls(**{**wire, "result": PrefillResult(**result)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """Put a parked prefill's KV into these blocks, for all of the prompt's tokens but the last."""
+
+    request_id: str
+    park_id: str
+    num_tokens: int
+    block_ids: list[int]
 
 
 @dataclass
@@ -82,6 +121,8 @@ class StepMeta:
     """One engine step's work, the same for every rank."""
 
     batches: list[BatchJob] = field(default_factory=list)
+    restores: list[Restore] = field(default_factory=list)
+    unpark: list[str] = field(default_factory=list)
     num_layers: int = 0  # how many layers to advance this step
 
 
@@ -91,9 +132,14 @@ class JobReport:
 
     num_selected: int
     failed: bool
-    damaged: list[bytes]  # keys whose stored value could not be read
     batch_size: int
     timings: PrefillTimings
+    damaged: list[bytes] = field(default_factory=list)  # keys whose stored value can not be read
+    num_filled: int = 0
+    signal: Signal | None = None  # that ranked
+    first_token: int | None = None
+    first_logprob: float = 0.0
+    timeline: list[PhaseSpan] = field(default_factory=list)  # on the node's clock
 
     def merge(self, other: "JobReport") -> "JobReport":
         """A prefill failed if it failed on any rank; the first rank's times stand for all."""

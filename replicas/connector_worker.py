@@ -1,19 +1,26 @@
 """The connector's side in every vLLM worker: runs the phases, some layers an engine step."""
 
 import logging
-import time
+import math
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kv_tier.arena_view import ArenaView
 from kv_tier.store import ChunkLocation
-from planner.types import PrefillTimings
-from replicas.batch import BatchJob
-from replicas.connector_types import JobReport, StepMeta, WorkerReport
-from replicas.phases import ThreePhasePrefill
+from planner.auto_signal import AutoRule
+from planner.clock import Clock
+from planner.coverage_resolver import PatchDemand, resolve_coverages
+from planner.types import PhaseSpan, PrefillTimings
+from replicas.arrivals import PacedArrivals
+from replicas.batch import BatchJob, CoverageTerms, slots_of
+from replicas.connector_types import JobReport, Restore, StepMeta, WorkerReport
+from replicas.parking import ParkingLot, sample_first
+from replicas.phase_clock import Phase
+from replicas.phases import CoverageResolver, ThreePhasePrefill
 from replicas.vllm_model import VllmModel
 
 logger = logging.getLogger(__name__)
@@ -25,49 +32,81 @@ class ArenaSource:
     def __init__(self, arena: ArenaView, model: VllmModel) -> None:
         self._arena = arena
         self._model = model
-        self._checked: set[tuple[int, int]] = set()  # (offset, layer) found good in this batch
+        # found good in this batch: headers by offset, values by offset and layer
+        self._known: set[int] = set()
+        self._checked: set[tuple[int, int]] = set()
         self.damaged: set[bytes] = set()
 
     def load(self, location: ChunkLocation, layer: int) -> tuple[Tensor, Tensor] | None:
         if location.key in self.damaged:
             return None
         heads = self._model.kv_head_start, self._model.num_kv_heads
+        if location.offset not in self._known:
+            if not self._arena.verify_header(location):
+                self.damaged.add(location.key)
+                return None
+            self._known.add(location.offset)
+        k, v = self._arena.read_layer(location, layer, *heads)
         if (location.offset, layer) not in self._checked:
-            if not (
-                self._arena.verify_header(location)
-                and self._arena.verify_layer(location, layer, *heads)
-            ):
+            if not (self._arena.verify_layer(location, layer, *heads) and _is_finite((k, v))):
                 self.damaged.add(location.key)
                 return None
             self._checked.add((location.offset, layer))
-        k, v = self._arena.read_layer(location, layer, *heads)
         # blocking: the lease may end as soon as the walk does
         return k.to(self._model.device), v.to(self._model.device)
 
 
-class PagedSink:
-    """`KvSink` into vLLM's paged cache, and captured chunks into the arena."""
+def _is_finite(parts: Sequence[Tensor]) -> bool:
+    """A value that overflowed when it was stored is damaged, whatever its checksum says.
 
-    def __init__(self, arena: ArenaView, model: VllmModel, block_size: int) -> None:
+    A sum is not finite if one of its terms is not, and quicker than a look at each.
+    """
+    return all(math.isfinite(part.sum(dtype=torch.float32)) for part in parts)
+
+
+class PagedSink:
+    """`KvSink` into vLLM's paged cache, parked layers into host memory, captured chunks into the
+    arena."""
+
+    def __init__(
+        self, arena: ArenaView, model: VllmModel, block_size: int, parking: ParkingLot
+    ) -> None:
         self._arena = arena
         self._model = model
         self._block_size = block_size
+        self._parking = parking
 
     def open(self, prefill: ThreePhasePrefill) -> None:
         """Start writing for this batch."""
         self._slots = prefill.batch.slots(self._block_size)
         self._offsets = prefill.batch.offsets
         self._dropped: set[int] = set()
+        self._parked = {
+            i: job.park.park_id for i, job in enumerate(prefill.batch.jobs) if job.park is not None
+        }
 
     def drop(self, request_idx: int) -> None:
         """Write nothing more of this request: its blocks and its space belong to others now."""
         self._dropped.add(request_idx)
         self._slots[self._offsets[request_idx] : self._offsets[request_idx + 1]] = -1
+        park_id = self._parked.pop(request_idx, None)
+        if park_id is not None:
+            self._parking.drop(park_id)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        attn = self._model.attention_layer(layer)
         # vLLM's kernels skip rows whose slot is negative, as in its own padded batches
-        attn.impl.do_kv_cache_update(attn, k, v, attn.kv_cache, self._slots)
+        self._model.write_cache(layer, k, v, self._slots)
+        for i, park_id in self._parked.items():
+            rows = slice(self._offsets[i], self._offsets[i + 1])
+            self._parking.put(park_id, layer, k[rows], v[rows])
+
+    def rewrite(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        self._model.write_cache(layer, k, v, self._slots[rows])
+        for i, park_id in self._parked.items():
+            start, end = self._offsets[i], self._offsets[i + 1]
+            mine = (rows >= start) & (rows < end)
+            if mine.any():
+                self._parking.rewrite(park_id, layer, rows[mine] - start, k[mine], v[mine])
 
     def capture(
         self, request_idx: int, location: ChunkLocation, layer: int, k: Tensor, v: Tensor
@@ -80,18 +119,42 @@ class PagedSink:
         self._arena.write_layer(location, layer, head, k.transpose(0, 1), v.transpose(0, 1))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    block_size: int
+    auto_rule: AutoRule = field(default_factory=AutoRule)
+    load_bytes_per_ms: float | None = None  # emulates a slower store; None: as fast as it is
+
+
 class _RunningBatch:
     """One batch between its first and its last layer."""
 
-    def __init__(self, job: BatchJob, arena: ArenaView, model: VllmModel, block_size: int) -> None:
+    def __init__(
+        self,
+        job: BatchJob,
+        arena: ArenaView,
+        model: VllmModel,
+        parking: ParkingLot,
+        settings: WorkerSettings,
+        clock: Clock,
+    ) -> None:
         self.job = job
+        self._clock = clock
+        self._started_ms = clock.now_ms()
         self._source = ArenaSource(arena, model)
-        self._sink = PagedSink(arena, model, block_size)
-        self._prefill = ThreePhasePrefill(model, self._source, self._sink, job)
+        self._sink = PagedSink(arena, model, settings.block_size, parking)
+        self._prefill = ThreePhasePrefill(
+            model,
+            self._source,
+            self._sink,
+            job,
+            arrivals=_arrivals(job, arena, settings, clock),
+            resolver=None if job.terms is None else _resolver(job.terms, clock),
+            auto_rule=settings.auto_rule,
+        )
         self._sink.open(self._prefill)
         self._steps: Generator[None, None, None] = self._prefill.steps()
         self._live = {request.request_id: i for i, request in enumerate(job.jobs)}
-        self._started = time.perf_counter()
 
     @property
     def live(self) -> list[str]:
@@ -110,30 +173,92 @@ class _RunningBatch:
         return True
 
     def reports(self, *, failed: bool) -> dict[str, JobReport]:
-        trace = self._prefill.trace
-        elapsed_s = time.perf_counter() - self._started
-        timings = PrefillTimings(
-            load_ms=trace.load_s * 1e3,
-            warmup_ms=trace.warmup_s * 1e3,
-            probe_ms=trace.probe_s * 1e3,
-            patch_ms=trace.patch_s * 1e3,
-            stall_ms=max(0.0, elapsed_s - trace.compute_s) * 1e3,
-            compute_ms=elapsed_s * 1e3,
-        )
+        timings, timeline = self._timings(), self._timeline()
         return {
-            request_id: JobReport(
-                num_selected=trace.num_selected[idx],
-                failed=failed or idx in trace.failed,
-                damaged=sorted(
-                    s.location.key
-                    for s in self.job.jobs[idx].segments
-                    if s.location is not None and s.location.key in self._source.damaged
-                ),
-                batch_size=len(self.job.jobs),
-                timings=timings,
-            )
+            request_id: self._report(idx, timings, timeline, failed=failed)
             for request_id, idx in self._live.items()
         }
+
+    def _report(
+        self, idx: int, timings: PrefillTimings, timeline: list[PhaseSpan], *, failed: bool
+    ) -> JobReport:
+        trace, request = self._prefill.trace, self.job.jobs[idx]
+        failed = failed or idx in trace.failed
+        first_token, first_logprob = None, 0.0
+        if request.park is not None and failed:
+            self._sink.drop(idx)
+        elif request.park is not None and idx in trace.logits:
+            logits = trace.logits[idx]
+            first_token = sample_first(logits, request.park.sampling)
+            first_logprob = float(logits.log_softmax(-1)[first_token])
+        return JobReport(
+            num_selected=trace.num_selected[idx],
+            num_filled=trace.num_filled[idx],
+            signal=trace.signal,
+            failed=failed,
+            damaged=sorted(
+                s.location.key
+                for s in request.segments
+                if s.location is not None and s.location.key in self._source.damaged
+            ),
+            batch_size=len(self.job.jobs),
+            timings=timings,
+            first_token=first_token,
+            first_logprob=first_logprob,
+            timeline=timeline if request.wants_timeline else [],
+        )
+
+    def _timings(self) -> PrefillTimings:
+        clock = self._prefill.trace.clock
+        totals = clock.totals_s()
+        elapsed_s = clock.elapsed_s()
+        return PrefillTimings(
+            **{f"{phase}_ms": totals.get(phase, 0.0) * 1e3 for phase in Phase},
+            pause_ms=max(0.0, elapsed_s - sum(totals.values())) * 1e3,
+            compute_ms=elapsed_s * 1e3,
+        )
+
+    def _timeline(self) -> list[PhaseSpan]:
+        if not any(request.wants_timeline for request in self.job.jobs):
+            return []
+        return [
+            PhaseSpan(
+                phase=str(span.phase),
+                layer=span.layer,
+                start_ms=self._started_ms + span.start_s * 1e3,
+                duration_ms=(span.end_s - span.start_s) * 1e3,
+            )
+            for span in self._prefill.trace.clock.spans()
+        ]
+
+
+def _arrivals(
+    job: BatchJob, arena: ArenaView, settings: WorkerSettings, clock: Clock
+) -> PacedArrivals | None:
+    """Everything stored is in this node's memory; an emulated link delivers it slower."""
+    if settings.load_bytes_per_ms is None:
+        return None
+    num_tokens = sum(
+        s.end - s.start for request in job.jobs for s in request.segments if s.location is not None
+    )
+    return PacedArrivals(
+        clock,
+        first_layer=job.warmup_depth,
+        layer_bytes=arena.layout.layer_bytes(num_tokens),
+        bytes_per_ms=settings.load_bytes_per_ms,
+    )
+
+
+def _resolver(terms: CoverageTerms, clock: Clock) -> CoverageResolver:
+    def resolve(demands: Sequence[PatchDemand], arrivals_ms: Sequence[float]) -> list[float]:
+        return resolve_coverages(
+            demands,
+            time_left_ms=terms.deadline_ms - clock.now_ms(),
+            arrivals_ms=arrivals_ms,
+            cost=terms.cost,
+        )
+
+    return resolve
 
 
 _END = object()
@@ -158,10 +283,14 @@ class WorkerSide:
     same on all of them.
     """
 
-    def __init__(self, arena: ArenaView, model: VllmModel, block_size: int) -> None:
+    def __init__(
+        self, arena: ArenaView, model: VllmModel, settings: WorkerSettings, clock: Clock
+    ) -> None:
         self._arena = arena
         self._model = model
-        self._block_size = block_size
+        self._settings = settings
+        self._clock = clock
+        self._parking = ParkingLot(model.num_layers, model.device)
         self._requests = _Lane()
         self._ingests = _Lane()
         self._finished: set[str] = set()
@@ -171,6 +300,10 @@ class WorkerSide:
     @torch.inference_mode()
     def run_step(self, meta: StepMeta) -> None:
         """Take in new batches and advance by the step's number of layers."""
+        for park_id in meta.unpark:
+            self._parking.drop(park_id)
+        for restore in meta.restores:
+            self._restore(restore)
         for job in meta.batches:
             lane = self._ingests if job.is_ingest else self._requests
             lane.queue.append(job)
@@ -208,7 +341,9 @@ class WorkerSide:
         job = lane.running.job if lane.running is not None else lane.queue.popleft()
         try:
             if lane.running is None:
-                lane.running = _RunningBatch(job, self._arena, self._model, self._block_size)
+                lane.running = _RunningBatch(
+                    job, self._arena, self._model, self._parking, self._settings, self._clock
+                )
             if not lane.running.advance():
                 self._end(lane, job, lane.running.reports(failed=False))
         except Exception:
@@ -221,6 +356,21 @@ class WorkerSide:
                 else lane.running.reports(failed=True)
             )
             self._end(lane, job, reports)
+
+    def _restore(self, restore: Restore) -> None:
+        """A parked prefill into its blocks. If it is not here, vLLM computes the prompt itself."""
+        layers = self._parking.take(restore.park_id)
+        failed = layers is None or len(layers[0][0]) != restore.num_tokens
+        if failed:
+            logger.warning("the parked prefill %s is not here any more", restore.park_id)
+            self._failed_blocks.update(restore.block_ids)
+        else:
+            slots = slots_of(restore.num_tokens, restore.block_ids, self._settings.block_size)
+            device = self._model.device
+            for layer, (k, v) in enumerate(layers):
+                self._model.write_cache(layer, k.to(device), v.to(device), slots.to(device))
+        self._reports[restore.request_id] = replace(_lost(1), failed=failed)
+        self._finished.add(restore.request_id)
 
     def _end(self, lane: _Lane, job: BatchJob, reports: dict[str, JobReport]) -> None:
         for request in job.jobs:
@@ -248,6 +398,4 @@ class WorkerSide:
 
 
 def _lost(batch_size: int) -> JobReport:
-    return JobReport(
-        num_selected=0, failed=True, damaged=[], batch_size=batch_size, timings=PrefillTimings()
-    )
+    return JobReport(num_selected=0, failed=True, batch_size=batch_size, timings=PrefillTimings())

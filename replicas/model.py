@@ -55,6 +55,19 @@ class LayerwiseModel(Protocol):
         """Output projection, residual, norm and MLP; attention: [num_rows, num_heads, head_dim]."""
         ...
 
+    def logits(self, hidden: Hidden) -> Tensor | None:
+        """Final norm and output head: [num_rows, vocab_size], float32; None where the first rank
+        alone has them."""
+        ...
+
     def reduce_scores(self, scores: Tensor) -> Tensor:
         """Sum of the ranks' scores, the same bits on every rank."""
+        ...
+
+    def agree(self, values: Tensor) -> Tensor:
+        """The first rank's values on every rank; use what is returned."""
+        ...
+
+    def all_ready(self, ready: bool) -> bool:
+        """Whether every rank is ready."""
         ...

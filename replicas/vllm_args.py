@@ -1,7 +1,7 @@
 """From our settings to vLLM's: the arguments, and the environment that vLLM reads."""
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from kv_tier.keys import KeySpace
@@ -27,6 +27,9 @@ def prepare_environment(config: EngineConfig) -> None:
     # a thread that spins at a barrier keeps its core from the one it waits for: on a busy machine
     # that costs several times the whole prefill, on an idle one sleeping costs next to nothing
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # vLLM would split the keys of a lone request over threads that then wait for each other: one
+    # query over 4,096 keys took ten times as long and more
+    os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
     if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         # vLLM would bind each engine's threads to the same first cores; the kernel spreads
         # several engines better. `OMP_NUM_THREADS` says how many threads each has.
@@ -50,6 +53,8 @@ def engine_args(config: EngineConfig) -> "AsyncEngineArgs":
         "max_num_seqs": config.max_num_seqs,
         # reused KV may not enter the prefix cache, and prompts with chunks rarely share prefixes
         "enable_prefix_caching": False,
+        # a prefill without KV blocks passes those that wait for blocks
+        "scheduling_policy": "priority",
         "worker_cls": "replicas.vllm_worker.CacheSmithWorker",
         "enable_log_requests": False,
         "disable_log_stats": True,
@@ -78,6 +83,8 @@ def chunk_reuse_args(config: EngineConfig, keys: KeySpace) -> "AsyncEngineArgs":
         "slice_layers": config.slice_layers,
         "idle_slice_layers": config.slice_layers * IDLE_SLICE_FACTOR,
         "hold_ms": config.batch_hold_ms,
+        "auto_rule": asdict(config.auto_rule),
+        "load_bandwidth_mb_s": config.load_bandwidth_mb_s,
     }
     transfer = KVTransferConfig(
         kv_connector="CacheSmithConnector",

@@ -20,10 +20,11 @@ from kv_tier.arena_view import ArenaView
 from kv_tier.host_tier import HostTier, HostTierConfig
 from kv_tier.keys import KeySpace
 from kv_tier.layout import KvLayout
+from planner.auto_signal import AutoRule
 from planner.clock import MonotonicClock
 from replicas.connector_scheduler import SchedulerSide, SliceConfig
 from replicas.connector_types import RequestParams, StepMeta, WorkerReport
-from replicas.connector_worker import WorkerSide
+from replicas.connector_worker import WorkerSettings, WorkerSide
 from replicas.vllm_model import VllmModel
 
 # what travels is ours and free of vLLM, so that it can be tested without it
@@ -48,6 +49,7 @@ class CacheSmithConnector(KVConnectorBase_V1):
     arena_dir, arena_bytes: the node's host tier
     fingerprint, anchor_ids: the fields of the chunk key that vLLM does not know
     slice_layers, idle_slice_layers, hold_ms: see `SliceConfig`
+    auto_rule: the fields of `AutoRule`; load_bandwidth_mb_s: of an emulated link, or None
     """
 
     def __init__(
@@ -131,11 +133,15 @@ class CacheSmithConnector(KVConnectorBase_V1):
                     "cannot write its KV cache apart from attention: choose another attention "
                     "backend, or serve without chunk reuse"
                 )
-        self._worker = WorkerSide(
-            ArenaView(self._directory, self._layout),
-            model,
-            self._vllm_config.cache_config.block_size,
+        extra = self._vllm_config.kv_transfer_config.kv_connector_extra_config
+        bandwidth = extra["load_bandwidth_mb_s"]
+        settings = WorkerSettings(
+            block_size=self._vllm_config.cache_config.block_size,
+            auto_rule=AutoRule(**extra["auto_rule"]),
+            load_bytes_per_ms=None if bandwidth is None else bandwidth * 1e3,
         )
+        arena = ArenaView(self._directory, self._layout)
+        self._worker = WorkerSide(arena, model, settings, MonotonicClock())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is None:

@@ -1,8 +1,8 @@
 """A replica's engine: vLLM with our connector, the node's chunk store, and idle-time ingestion."""
 
 import asyncio
-import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -22,11 +22,12 @@ from planner.types import (
     SamplingOptions,
     Ticket,
 )
-from replicas.batch import SegmentKind
+from replicas.batch import CoverageTerms, SegmentKind
 from replicas.calibration import measure_cost
 from replicas.chunk_ingester import TIER, ChunkIngester, IngesterConfig, WantedChunk
 from replicas.config import EngineConfig
 from replicas.connector_types import RequestParams, ResultParams, SegmentSpan
+from replicas.cost_tracker import CostTracker
 from replicas.interface import (
     EngineDeadError,
     GenerationDelta,
@@ -34,9 +35,12 @@ from replicas.interface import (
     ResidencyUpdate,
     StoredChunk,
 )
+from replicas.kv_room import KvRoom
+from replicas.parking import FirstTokenSampling, ParkOrder
 from replicas.vllm_args import anchor_ids, chunk_reuse_args, engine_args, prepare_environment
+from replicas.vllm_requests import VllmRequests, delta_of
 
-OBSERVATION_WEIGHT = 0.2  # of one batch in the running cost
+STAND_IN = [0, 0]  # vLLM's prompt of a prefill without KV blocks
 
 
 class VllmEngine:
@@ -48,11 +52,13 @@ class VllmEngine:
         self._engine: Any = None
         self._tier: HostTier | None = None
         self._keys: KeySpace | None = None
-        self._cost: CostModel | None = None
+        self._cost: CostTracker | None = None
         self._cursor = 0
-        self._serial = count()
+        self._park_ids = count()
         self._prefilling = 0  # requests without their first token
         self._running = 0
+        self._room = KvRoom()
+        self._abandoned: list[str] = []  # parked prefills whose request has gone
         self._ingester: ChunkIngester | None = None
         self._ingesting: asyncio.Task[None] | None = None
 
@@ -71,6 +77,7 @@ class VllmEngine:
         if refusal is None and not self._config.host_tier_dir:
             refusal = "no host tier is configured"
         fingerprint = await asyncio.to_thread(model_fingerprint, Path(self._config.model_dir))
+        layout = None
         if refusal is None:
             layout = layout_of(vllm_config)
             # opened before the workers start: they map an arena that must be there
@@ -93,6 +100,13 @@ class VllmEngine:
         self._num_layers = live.model_config.get_num_layers(live.parallel_config)
         self._capacity_tokens = live.cache_config.num_gpu_blocks * live.cache_config.block_size
         self._vocab_size = live.model_config.get_vocab_size()
+        self._requests = VllmRequests(self._engine, self._max_model_len)
+        token_bytes = layout.layer_bytes(1) * layout.num_layers if layout is not None else 0
+        self._room = KvRoom(
+            capacity_tokens=self._capacity_tokens,
+            parking_tokens=self._config.parking_bytes // token_bytes if token_bytes else 0,
+            block_size=live.cache_config.block_size,
+        )
         if self._tier is not None and self._keys is not None:
             self._ingester = ChunkIngester(
                 self._tier,
@@ -105,7 +119,7 @@ class VllmEngine:
                 ),
                 recompute_ms=self._recompute_ms,
             )
-        self._cost = await measure_cost(self, num_layers=self._num_layers)
+        self._cost = CostTracker(await measure_cost(self, num_layers=self._num_layers))
         if self._ingester is not None:
             self._ingesting = asyncio.create_task(self._ingester.run())
         return EngineInfo(
@@ -114,6 +128,7 @@ class VllmEngine:
             num_layers=self._num_layers,
             max_model_len=self._max_model_len,
             kv_capacity_tokens=self._capacity_tokens,
+            parking_tokens=self._room.parking_tokens,
             max_num_seqs=self._config.max_num_seqs,
             tensor_parallel_size=self._config.tensor_parallel_size,
             reuse_refusal=refusal,
@@ -145,7 +160,7 @@ class VllmEngine:
     @property
     def cost(self) -> CostModel:
         assert self._cost is not None, "start() has not finished"
-        return self._cost
+        return self._cost.cost
 
     @property
     def reuses_chunks(self) -> bool:
@@ -160,49 +175,169 @@ class VllmEngine:
         return self._max_model_len
 
     async def generate(self, request: RagRequest, ticket: Ticket) -> AsyncIterator[GenerationDelta]:
-        num_prompt, plan = request.num_prompt_tokens, ticket.plan
+        num_prompt = request.num_prompt_tokens
         if num_prompt >= self._max_model_len:
             raise PromptTooLongError(
                 f"the prompt has {num_prompt} tokens, the model takes at most "
                 f"{self._max_model_len} with its answer"
             )
-        params: RequestParams | None = None
-        if self.reuses_chunks and plan.policy != FULL_PREFILL and request.chunks:
-            params = RequestParams(
-                segments=_spans(request),
-                cache_salt=request.cache_salt,
-                policy=plan.policy,
-                signal=plan.signal,
-                warmup_depth=min(plan.warmup_depth, self._num_layers),
-                probe_len=min(plan.probe_len, max(0, self._num_layers - plan.warmup_depth)),
-                coverage=plan.coverage,
-                batch_id=ticket.batch_id,
-                batch_size=ticket.batch_size,
-            )
-        started_ms = self._clock.now_ms()
-        is_first, num_generated = True, 0
+        params = self._params(request, ticket)
+        watch = _FirstTokenWatch(self._clock)
         self._begin()
         try:
-            async for out in self._run(request.prompt_ids, request.sampling, params):
-                if is_first:
-                    is_first = False
-                    self._first_token()
-                    first_ms = self._clock.now_ms() - started_ms
-                (completion,) = out.outputs
-                num_generated += len(completion.token_ids)
-                result = None
-                if out.finished:
-                    result = self._result(request, ticket, out.kv_transfer_params, first_ms)
-                yield GenerationDelta(
-                    text=completion.text,
-                    num_generated=num_generated,
-                    token_ids=tuple(completion.token_ids),
-                    logprobs=_logprobs(completion),
-                    finish_reason=completion.finish_reason if out.finished else None,
-                    result=result,
-                )
+            deltas = (
+                self._generate_parked(request, ticket, params, watch)
+                if params is not None and self._has_to_park(request)
+                else self._generate_resident(request, ticket, params, watch)
+            )
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta
         finally:
-            self._end(had_first_token=not is_first)
+            self._end(had_first_token=watch.first_ms is not None)
+
+    def _params(self, request: RagRequest, ticket: Ticket) -> RequestParams | None:
+        """What the connector is to do; None leaves the prompt to vLLM's own prefill."""
+        plan = ticket.plan
+        if not self.reuses_chunks or plan.policy == FULL_PREFILL or not request.chunks:
+            return None
+        terms = None
+        if plan.band is not None:
+            terms = CoverageTerms(deadline_ms=self._clock.now_ms() + plan.target_ms, cost=self.cost)
+        abandoned, self._abandoned = self._abandoned, []
+        return RequestParams(
+            segments=_spans(request),
+            cache_salt=request.cache_salt,
+            policy=plan.policy,
+            signal=plan.signal,
+            warmup_depth=min(plan.warmup_depth, self._num_layers),
+            probe_len=min(plan.probe_len, max(0, self._num_layers - plan.warmup_depth)),
+            coverage=plan.coverage,
+            deviation=plan.deviation,
+            band=plan.band,
+            terms=terms,
+            wants_timeline=request.wants_timeline,
+            unpark=abandoned,
+            batch_id=ticket.batch_id,
+            batch_size=ticket.batch_size,
+        )
+
+    async def _generate_resident(
+        self,
+        request: RagRequest,
+        ticket: Ticket,
+        params: RequestParams | None,
+        watch: "_FirstTokenWatch",
+    ) -> AsyncGenerator[GenerationDelta, None]:
+        """Prefill into KV blocks, wait for them if need be, and decode."""
+        num_prompt, num_generated = request.num_prompt_tokens, 0
+        outputs = self._requests.run(request.prompt_ids, request.sampling, params)
+        with self._room.resident(num_prompt) as held:
+            async with aclosing(outputs):
+                async for out in outputs:
+                    self._saw_token(watch)
+                    num_generated += len(out.outputs[0].token_ids)
+                    held.grow_to(num_prompt + num_generated)
+                    result = None
+                    if out.finished:
+                        answer = ResultParams.from_wire(out.kv_transfer_params)
+                        result = self._result(request, ticket, answer, watch)
+                    yield delta_of(out, num_generated, result)
+
+    # ---- prompts that do not fit ----
+
+    def _has_to_park(self, request: RagRequest) -> bool:
+        """No KV blocks for it now, but host memory; and a first token that we can sample."""
+        options = request.sampling
+        is_plain = (
+            options.presence_penalty == options.frequency_penalty == 0.0
+            and options.repetition_penalty == 1.0
+            and options.seed is None
+            and not options.stop
+        )
+        return is_plain and self._room.has_to_park(request.num_prompt_tokens)
+
+    async def _generate_parked(
+        self, request: RagRequest, ticket: Ticket, params: RequestParams, watch: "_FirstTokenWatch"
+    ) -> AsyncGenerator[GenerationDelta, None]:
+        """Prefill into host memory, serve the first token, decode when blocks are free.
+
+        To vLLM these are two requests: a stand-in whose prefill is ours alone, and the prompt with
+        its first token.
+        """
+        options, prompt_ids = request.sampling, request.prompt_ids
+        park_id = f"park-{next(self._park_ids)}"
+        is_parked = True
+        try:
+            with ExitStack() as parking:
+                parking.enter_context(self._room.parked(request.num_prompt_tokens))
+                answer = await self._prefill_parked(request, params, park_id)
+                if answer is None or answer.first_token is None:  # stored KV can not be read
+                    parking.close()
+                    resident = self._generate_resident(request, ticket, None, watch)
+                    async with aclosing(resident):
+                        async for delta in resident:
+                            yield delta
+                    return
+                self._saw_token(watch)
+                result = self._result(request, ticket, answer, watch)
+                first, finish_reason = (
+                    answer.first_token,
+                    self._requests.finish_reason(answer, options),
+                )
+                yield GenerationDelta(
+                    text=""
+                    if finish_reason == "stop"
+                    else self._requests.text_of(prompt_ids, first),
+                    num_generated=1,
+                    token_ids=(first,),
+                    logprobs=(answer.first_logprob,) if options.logprobs else None,
+                    finish_reason=finish_reason,
+                    result=result if finish_reason else None,
+                )
+                if finish_reason:
+                    return
+                rest = replace(options, max_tokens=options.max_tokens - 1)
+                outputs = self._requests.run(
+                    [*prompt_ids, first], rest, RequestParams(restore_id=park_id)
+                )
+                num_generated = 1
+                with self._room.resident(request.num_prompt_tokens) as held:
+                    async with aclosing(outputs):
+                        async for out in outputs:
+                            if is_parked:
+                                is_parked = False
+                                parking.close()
+                                result = _with_block_wait(result, watch)
+                            num_generated += len(out.outputs[0].token_ids)
+                            held.grow_to(request.num_prompt_tokens + num_generated)
+                            yield delta_of(out, num_generated, result if out.finished else None)
+        finally:
+            if is_parked:
+                self._abandoned.append(park_id)
+
+    async def _prefill_parked(
+        self, request: RagRequest, params: RequestParams, park_id: str
+    ) -> ResultParams | None:
+        options = request.sampling
+        sampling = FirstTokenSampling(
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
+        )
+        order = replace(
+            params,
+            park=ParkOrder(park_id=park_id, sampling=sampling),
+            park_token_ids=request.prompt_ids,
+        )
+        stand_in = SamplingOptions(max_tokens=1, temperature=0.0)
+        answer = None
+        outputs = self._requests.run(STAND_IN, stand_in, order, priority=-1)
+        async with aclosing(outputs):
+            async for out in outputs:
+                answer = ResultParams.from_wire(out.kv_transfer_params)
+        return answer
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -243,57 +378,21 @@ class VllmEngine:
         """Time to the first token of one request alone, and what its prefill did."""
         started_ms = self._clock.now_ms()
         result = None
-        async for out in self._run(token_ids, SamplingOptions(max_tokens=1), params):
+        async for out in self._requests.run(token_ids, SamplingOptions(max_tokens=1), params):
             result = ResultParams.from_wire(out.kv_transfer_params)
         return self._clock.now_ms() - started_ms, result
 
     # ---- parts ----
 
-    async def _run(
-        self, token_ids: list[int], sampling: SamplingOptions, params: RequestParams | None
-    ) -> AsyncIterator[Any]:
-        """vLLM's outputs of one request. Ending the iteration early aborts it."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
-
-        serial = next(self._serial)
-        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
-        extra: dict[str, Any] | None = None
-        if params is not None:
-            extra = {"kv_transfer_params": params.to_wire()}
-            # KV with reused parts must never enter vLLM's prefix cache under the plain tokens
-            prompt["cache_salt"] = f"cachesmith-{os.getpid()}-{serial}"
-        options = SamplingParams(
-            max_tokens=max(1, min(sampling.max_tokens, self._max_model_len - len(token_ids))),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            seed=sampling.seed,
-            stop=list(sampling.stop),
-            ignore_eos=sampling.ignore_eos,
-            logprobs=0 if sampling.logprobs else None,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args=extra,
-        )
-        outputs = self._engine.generate(prompt, options, request_id=f"cs-{serial}")
-        try:
-            async for out in outputs:
-                yield out
-        except VllmEngineDeadError as exc:
-            raise EngineDeadError("the vLLM engine ended during the request") from exc
-        finally:
-            await outputs.aclose()
-
     def _result(
-        self, request: RagRequest, ticket: Ticket, wire: dict[str, Any] | None, first_ms: float
+        self,
+        request: RagRequest,
+        ticket: Ticket,
+        answer: ResultParams | None,
+        watch: "_FirstTokenWatch",
     ) -> PrefillResult:
         """What the connector says, or a plain account of vLLM's own prefill."""
-        answer = ResultParams.from_wire(wire)
+        assert watch.first_ms is not None
         if answer is None:
             num_context = sum(map(len, request.chunks))
             return PrefillResult(
@@ -308,7 +407,7 @@ class VllmEngine:
                 num_recomputed_tokens=request.num_prompt_tokens,
                 cached_tokens={},
                 batch_size=1,
-                timings=PrefillTimings(compute_ms=first_ms, first_token_ms=first_ms),
+                timings=PrefillTimings(compute_ms=watch.first_ms, first_token_ms=watch.first_ms),
                 full_prefill=True,
             )
         spans, prompt_ids = _spans(request), request.prompt_ids
@@ -322,24 +421,21 @@ class VllmEngine:
                     kind=span.kind,
                 )
             )
-        self._observe(ticket, answer.result, first_ms)
-        timings = replace(answer.result.timings, first_token_ms=first_ms)
-        return replace(answer.result, timings=timings)
+        assert self._cost is not None
+        self._cost.observe(ticket, answer.result, watch.first_ms)
+        return replace(
+            answer.result,
+            timings=replace(answer.result.timings, first_token_ms=watch.first_ms),
+            timeline=tuple(
+                replace(span, start_ms=span.start_ms - watch.started_ms)
+                for span in answer.result.timeline
+            ),
+        )
 
-    def _observe(self, ticket: Ticket, result: PrefillResult, first_ms: float) -> None:
-        """Let the cost follow a prefill that went as it was planned."""
-        plan, num_hit = ticket.plan, result.num_context_tokens - result.num_miss_tokens
-        if (
-            not result.recovered
-            and result.batch_size == ticket.batch_size
-            and num_hit == plan.num_cached
-        ):
-            self._cost = self.cost.observed(
-                plan.expected_ms,
-                first_ms,
-                plan_scale=plan.cost_scale,
-                weight=OBSERVATION_WEIGHT / ticket.batch_size,
-            )
+    def _saw_token(self, watch: "_FirstTokenWatch") -> None:
+        if watch.first_ms is None:
+            watch.first_ms = watch.elapsed_ms()
+            self._first_token()
 
     def _begin(self) -> None:
         self._running += 1
@@ -368,15 +464,25 @@ class VllmEngine:
     def _recompute_ms(self, num_tokens: int) -> float:
         if self._cost is None:  # while the cost is being measured
             return float(num_tokens)
-        return self._cost.row_ms * self._num_layers * num_tokens
+        return self.cost.row_ms * self._num_layers * num_tokens
 
 
-def _logprobs(completion: Any) -> tuple[float, ...] | None:
-    """Of the new tokens of one vLLM output."""
-    if not completion.logprobs:
-        return None
-    new = completion.logprobs[-len(completion.token_ids) :]
-    return tuple(at[token].logprob for token, at in zip(completion.token_ids, new, strict=True))
+class _FirstTokenWatch:
+    """Since when a request is in the engine, and when it had its first token."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.started_ms = clock.now_ms()
+        self.first_ms: float | None = None  # from then
+
+    def elapsed_ms(self) -> float:
+        return self._clock.now_ms() - self.started_ms
+
+
+def _with_block_wait(result: PrefillResult, watch: _FirstTokenWatch) -> PrefillResult:
+    assert watch.first_ms is not None
+    waited_ms = watch.elapsed_ms() - watch.first_ms
+    return replace(result, timings=replace(result.timings, block_wait_ms=waited_ms))
 
 
 def _spans(request: RagRequest) -> list[SegmentSpan]:

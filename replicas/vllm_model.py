@@ -64,6 +64,8 @@ class VllmModel:
         from vllm.distributed.parallel_state import get_tp_group
 
         body = model.model
+        self._norm = body.norm
+        self._head = model.compute_logits
         self._embed = body.embed_input_ids
         self._layers = list(islice(body.layers, body.start_layer, body.end_layer))
         self._group = get_tp_group()
@@ -87,6 +89,14 @@ class VllmModel:
 
     def attention_layer(self, layer: int) -> Any:
         return self._layers[layer].self_attn.attn
+
+    def write_cache(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Rotated K and V into vLLM's paged cache; rows whose slot is negative are skipped.
+
+        k, v: [num_rows, num_kv_heads, head_dim]; slots: [num_rows], int64
+        """
+        attn = self._layers[layer].self_attn.attn
+        attn.impl.do_kv_cache_update(attn, k, v, attn.kv_cache, slots)
 
     def embed(self, token_ids: Tensor) -> Hidden:
         return Hidden(self._embed(token_ids))
@@ -150,8 +160,32 @@ class VllmModel:
         x, residual = block.post_attention_layernorm(out, residual)
         return Hidden(block.mlp(x), residual)
 
+    def logits(self, hidden: Hidden) -> Tensor | None:
+        if hidden.residual is None:
+            states = self._norm(hidden.states)
+        else:
+            states, _ = self._norm(hidden.states, hidden.residual)
+        logits = self._head(states)
+        return None if logits is None else logits.float()
+
     def reduce_scores(self, scores: Tensor) -> Tensor:
         if self._group.world_size == 1:
             return scores
         total = self._group.all_reduce(scores)
         return self._group.broadcast(total, src=0)  # the same bits on every rank
+
+    def agree(self, values: Tensor) -> Tensor:
+        if self._group.world_size > 1:
+            torch.distributed.broadcast(
+                values, src=self._group.ranks[0], group=self._group.cpu_group
+            )
+        return values
+
+    def all_ready(self, ready: bool) -> bool:
+        if self._group.world_size == 1:
+            return ready
+        everyone = torch.tensor([ready], dtype=torch.int32)
+        torch.distributed.all_reduce(
+            everyone, op=torch.distributed.ReduceOp.MIN, group=self._group.cpu_group
+        )
+        return bool(everyone[0])

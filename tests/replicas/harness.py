@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from transformers import (
 )
 
 from kv_tier.store import ChunkLocation
-from planner.types import Signal
+from planner.types import Deviation, Signal
 from replicas.batch import BatchJob, Capture, PrefillJob, Segment, SegmentKind
-from replicas.phases import PrefillTrace, ThreePhasePrefill
+from replicas.phases import ThreePhasePrefill
 from replicas.transformers_model import TransformersModel
+from replicas.walk import PrefillTrace
 
 VOCAB = 128
 LayerKv = list[tuple[Tensor, Tensor]]  # by layer: K, V [num_tokens, num_kv_heads, head_dim]
@@ -80,6 +82,10 @@ class DenseSink:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.layers[layer] = (k.clone(), v.clone())
+
+    def rewrite(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        kept_k, kept_v = self.layers[layer]
+        kept_k[rows], kept_v[rows] = k, v
 
     def capture(self, request_idx, location, layer, k, v) -> None:
         self._source.values.setdefault(location.key, []).append((k.clone(), v.clone()))
@@ -168,11 +174,19 @@ def run(
     signal: Signal,
     w: int,
     p: int,
+    *,
+    deviation: Deviation = Deviation.KV,
+    **options: Any,
 ) -> tuple[list[LayerKv], PrefillTrace]:
-    """KV of each request (without the prompt's last token), and the trace."""
-    batch = BatchJob(batch_id=1, signal=signal, warmup_depth=w, probe_len=p, jobs=jobs)
+    """KV of each request (without the prompt's last token), and the trace.
+
+    options: of `ThreePhasePrefill`
+    """
+    batch = BatchJob(
+        batch_id=1, signal=signal, warmup_depth=w, probe_len=p, jobs=jobs, deviation=deviation
+    )
     sink = DenseSink(model.num_layers, source)
-    prefill = ThreePhasePrefill(model, source, sink, batch)
+    prefill = ThreePhasePrefill(model, source, sink, batch, **options)
     with torch.inference_mode():
         for _ in prefill.steps():
             pass

@@ -1,15 +1,26 @@
 """The connector's bookkeeping, over a real host tier in a temporary folder."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from kv_tier.arena_view import ArenaView
 from kv_tier.host_tier import HostTier, HostTierConfig
 from kv_tier.keys import KeySpace
 from kv_tier.layout import KvLayout
-from planner.types import PrefillTimings
-from replicas.batch import SegmentKind
+from planner.cost_model import CostModel
+from planner.types import Deviation, PhaseSpan, PrefillResult, PrefillTimings, Signal
+from replicas.batch import CoverageTerms, SegmentKind
 from replicas.connector_scheduler import SchedulerSide, SliceConfig
-from replicas.connector_types import JobReport, RequestParams, SegmentSpan, WorkerReport
+from replicas.connector_types import (
+    JobReport,
+    RequestParams,
+    ResultParams,
+    SegmentSpan,
+    WorkerReport,
+)
+from replicas.parking import FirstTokenSampling, ParkOrder
 from tests.fakes.fake_clock import FakeClock
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
@@ -265,3 +276,107 @@ def test_params_and_results_survive_the_wire():
     assert RequestParams.from_wire(original.to_wire()) == original
     assert RequestParams.from_wire(None) is None
     assert RequestParams.from_wire({"other": 1}) is None
+
+
+# ---- parked prefills ----
+
+PARK = ParkOrder(park_id="park-1", sampling=FirstTokenSampling())
+
+
+def test_a_parked_prefill_is_of_its_own_prompt_and_has_no_blocks(side, tier):
+    store(tier, SPANS[1])
+    side.arrived("a", params(park=PARK, park_token_ids=PROMPT), num_prompt_tokens=2)
+    assert side.external_tokens("a", 0) == (1, True)
+    side.allocated("a", [0, 0], [9])
+    (batch,) = side.step(decoding=False).batches
+    (job,) = batch.jobs
+    assert (job.token_ids, job.block_ids, job.park) == (PROMPT, [], PARK)
+    assert job.segments[1].location is not None
+    told = report("a")
+    told.jobs["a"] = replace(told.jobs["a"], first_token=17, first_logprob=-0.5)
+    side.received({"a"}, told)
+    answer = side.finished("a")
+    assert (answer.first_token, answer.first_logprob) == (17, -0.5)
+    assert answer.result.parked and answer.result.num_prompt_tokens == 30
+    assert tier.stats().num_leases == 0
+
+
+def test_going_on_restores_all_of_the_prompt(side):
+    side.arrived("b", RequestParams(restore_id="park-1"), num_prompt_tokens=31)
+    assert side.external_tokens("b", 0) == (30, True)
+    side.allocated("b", [*PROMPT, 17], [3, 4])
+    meta = side.step(decoding=True)
+    assert meta.batches == [] and side.step(decoding=True).restores == []
+    (restore,) = meta.restores
+    assert (restore.park_id, restore.num_tokens, restore.block_ids) == ("park-1", 30, [3, 4])
+    side.received({"b"}, report("b"))
+    assert side.finished("b") is None  # the parked request has told all
+
+
+def test_what_is_parked_for_nobody_is_let_go(side):
+    side.arrived("b", RequestParams(restore_id="park-1"), num_prompt_tokens=31)
+    assert side.finished("b") is None  # aborted before it had blocks
+    side.arrived("c", params(unpark=["park-2"]), num_prompt_tokens=30)
+    assert side.step(decoding=False).unpark == ["park-1", "park-2"]
+    assert side.step(decoding=False).unpark == []
+
+
+# ---- what a batch shares ----
+
+
+def test_a_batchs_deadline_is_its_first_members(side):
+    cost = CostModel(num_layers=2, fixed_ms=1, row_ms=1, pair_ms=0, selected_pair_ms=0, reuse_ms=0)
+    for name, deadline in (("a", None), ("b", 50.0), ("c", 20.0), ("d", 30.0)):
+        terms = None if deadline is None else CoverageTerms(deadline_ms=deadline, cost=cost)
+        band = None if deadline is None else (0.1, 0.5)
+        arrive(side, name, batch_id=7, batch_size=4, terms=terms, band=band)
+    for name in "abcd":
+        assert side.external_tokens(name, 0) == (29, True)
+        allocate(side, name)
+    (batch,) = side.step(decoding=False).batches
+    assert batch.terms.deadline_ms == 20.0
+    assert [job.band for job in batch.jobs] == [None, (0.1, 0.5), (0.1, 0.5), (0.1, 0.5)]
+
+
+def test_requests_with_another_deviation_walk_apart(side):
+    for name, deviation in (("a", Deviation.K), ("b", Deviation.V), ("c", Deviation.K)):
+        arrive(side, name, deviation=deviation)
+        side.external_tokens(name, 0)
+        allocate(side, name)
+    batches = side.step(decoding=False).batches
+    assert [[j.request_id for j in b.jobs] for b in batches] == [["a", "c"], ["b"]]
+    assert [b.deviation for b in batches] == [Deviation.K, Deviation.V]
+
+
+def test_everything_survives_the_wire():
+    cost = CostModel(num_layers=2, fixed_ms=1, row_ms=1, pair_ms=0, selected_pair_ms=0, reuse_ms=0)
+    sent = params(
+        signal=Signal.AUTO,
+        deviation=Deviation.V,
+        band=(0.1, 0.5),
+        terms=CoverageTerms(deadline_ms=12.5, cost=cost),
+        park=PARK,
+        park_token_ids=[1, 2],
+        unpark=["x"],
+        wants_timeline=True,
+    )
+    assert RequestParams.from_wire(json.loads(json.dumps(sent.to_wire()))) == sent
+    answer = ResultParams(
+        result=PrefillResult(
+            policy="p",
+            signal=Signal.QCI,
+            warmup_depth=1,
+            probe_len=1,
+            coverage=0.5,
+            num_prompt_tokens=3,
+            num_context_tokens=2,
+            num_miss_tokens=1,
+            num_recomputed_tokens=2,
+            cached_tokens={"host": 1},
+            batch_size=1,
+            timings=PrefillTimings(fill_ms=1.0),
+            timeline=(PhaseSpan(phase="patch", layer=1, start_ms=0.5, duration_ms=2.0),),
+        ),
+        first_token=4,
+    )
+    assert ResultParams.from_wire(json.loads(json.dumps(answer.to_wire()))) == answer

@@ -1,7 +1,7 @@
 """The worker side over a small Hugging Face model and a real arena, without vLLM."""
 
 import random
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +10,13 @@ from kv_tier.arena_view import ArenaView
 from kv_tier.host_tier import HostTier, HostTierConfig
 from kv_tier.keys import KeySpace
 from kv_tier.layout import KvLayout
+from planner.cost_model import CostModel
 from planner.types import Signal
-from replicas.batch import BatchJob, Capture, PrefillJob, Segment, SegmentKind
-from replicas.connector_types import StepMeta
-from replicas.connector_worker import WorkerSide
+from replicas.batch import BatchJob, Capture, CoverageTerms, PrefillJob, Segment, SegmentKind
+from replicas.connector_types import Restore, StepMeta
+from replicas.connector_worker import WorkerSettings, WorkerSide
+from replicas.parking import FirstTokenSampling, ParkOrder
+from tests.fakes.fake_clock import FakeClock
 from tests.replicas.harness import full_kv, random_tokens, tiny_model
 
 NUM_LAYERS = 4
@@ -42,15 +45,10 @@ class PagedModel:
             raise RuntimeError("out of memory, say")
         return self._model.embed(token_ids)
 
-    def attention_layer(self, layer):
-        def update(attn, k, v, cache, slots):
-            written = slots >= 0
-            self.pages[layer][slots[written], 0] = k[written]
-            self.pages[layer][slots[written], 1] = v[written]
-
-        return SimpleNamespace(
-            impl=SimpleNamespace(do_kv_cache_update=update), kv_cache=self.pages[layer]
-        )
+    def write_cache(self, layer, k, v, slots):
+        written = slots >= 0
+        self.pages[layer][slots[written], 0] = k[written]
+        self.pages[layer][slots[written], 1] = v[written]
 
     def kv_at(self, blocks, num_tokens):
         """By layer: K, V of a request's first tokens."""
@@ -84,10 +82,19 @@ def model(hf_model):
 
 @pytest.fixture
 def side(tier, model):
-    return WorkerSide(ArenaView(tier.config.directory, tier.config.layout), model, BLOCK_SIZE)
+    return worker_side(tier, model)
 
 
-def job(name, tokens, blocks, *, segments=(), captures=(), coverage=1.0):
+def worker_side(tier, model, *, clock=None, **settings):
+    return WorkerSide(
+        ArenaView(tier.config.directory, tier.config.layout),
+        model,
+        WorkerSettings(block_size=BLOCK_SIZE, **settings),
+        clock or FakeClock(),
+    )
+
+
+def job(name, tokens, blocks, *, segments=(), captures=(), coverage=1.0, **options):
     return PrefillJob(
         request_id=name,
         token_ids=list(tokens),
@@ -95,10 +102,11 @@ def job(name, tokens, blocks, *, segments=(), captures=(), coverage=1.0):
         coverage=coverage,
         block_ids=blocks,
         captures=list(captures),
+        **options,
     )
 
 
-def batch(*jobs, w=1, p=1, is_ingest=False):
+def batch(*jobs, w=1, p=1, is_ingest=False, terms=None):
     return BatchJob(
         batch_id=0,
         signal=Signal.KV_DEV,
@@ -106,6 +114,7 @@ def batch(*jobs, w=1, p=1, is_ingest=False):
         probe_len=p,
         jobs=list(jobs),
         is_ingest=is_ingest,
+        terms=terms,
     )
 
 
@@ -228,7 +237,7 @@ def test_a_walk_that_raises_fails_its_batch_alone(side, model):
 def test_with_several_ranks_a_walk_that_raises_ends_the_rank(tier, hf_model):
     model = PagedModel(hf_model, num_ranks=2)
     model.broken = True
-    side = WorkerSide(ArenaView(tier.config.directory, tier.config.layout), model, BLOCK_SIZE)
+    side = worker_side(tier, model)
     with pytest.raises(RuntimeError, match="out of memory"):
         run(side, batch(job("a", [1, 2, 3], [0])))
 
@@ -240,3 +249,169 @@ def test_impossible_batches_fail_and_the_next_one_runs(side, model):
     assert side.take_failed_blocks() == {0, 1}
     run(side, batch(job("b", tokens, [2, 3])))
     assert side.take_finished(set()) == {"b"}
+
+
+# ---- parked prefills ----
+
+GREEDY = FirstTokenSampling(temperature=0.0)
+
+
+def parked_job(name, tokens, **options):
+    park = ParkOrder(park_id=f"park-{name}", sampling=GREEDY)
+    return job(name, tokens, [], park=park, **options)
+
+
+def restore(name, num_tokens, blocks):
+    return Restore(
+        request_id=f"{name}-rest", park_id=f"park-{name}", num_tokens=num_tokens, block_ids=blocks
+    )
+
+
+@pytest.mark.parametrize("w", [0, 1, NUM_LAYERS])
+def test_a_parked_prefill_tells_its_first_token_and_comes_back_into_blocks(side, model, w):
+    tokens = random_tokens(random.Random(w), 40, 40)
+    neighbour = random_tokens(random.Random(9), 20, 20)
+    p = min(1, NUM_LAYERS - w)
+    run(side, batch(parked_job("a", tokens), job("b", neighbour, [7, 8]), w=w, p=p))
+    reports = side.take_report().jobs
+    with torch.inference_mode():
+        logits = model.model(torch.tensor([tokens])).logits[0, -1]
+    assert reports["a"].first_token == int(logits.argmax())
+    assert reports["a"].first_logprob == pytest.approx(
+        float(logits.log_softmax(-1).max()), abs=1e-4
+    )
+    assert reports["b"].first_token is None
+    assert_exact(model, neighbour, [7, 8])
+    assert not model.pages[0][: 3 * BLOCK_SIZE].any()  # a has no pages yet
+    side.run_step(StepMeta(restores=[restore("a", 40, [0, 1, 2])]))
+    assert side.take_finished(set()) == {"a", "b", "a-rest"}
+    assert not side.take_report().jobs["a-rest"].failed
+    # now of all of the prompt's tokens, also the last
+    assert_exact(model, [*tokens, 5], [0, 1, 2])
+
+
+def test_a_parked_prefill_that_is_gone_is_vllms_to_compute(side):
+    tokens = random_tokens(random.Random(1), 40, 40)
+    run(side, batch(parked_job("a", tokens)))
+    side.take_report()
+    side.run_step(StepMeta(unpark=["park-a", "park-unknown"]))
+    side.run_step(StepMeta(restores=[restore("a", 40, [0, 1, 2])]))
+    assert side.take_failed_blocks() == {0, 1, 2}
+    assert side.take_report().jobs["a-rest"].failed
+
+
+def test_an_abort_in_mid_walk_frees_the_parked_layers(side):
+    tokens = random_tokens(random.Random(2), 40, 40)
+    other = random_tokens(random.Random(3), 30, 30)
+    run(side, batch(parked_job("a", tokens), parked_job("b", other)), num_layers=2)
+    assert len(side._parking) == 2
+    side.take_finished({"a"})
+    assert len(side._parking) == 1
+    run(side)
+    assert len(side._parking) == 1
+    side.run_step(StepMeta(restores=[restore("b", 30, [0, 1])]))
+    assert len(side._parking) == 0
+
+
+def test_unreadable_stored_kv_parks_nothing(side, model, tier):
+    chunk = random_tokens(random.Random(4), 20, 20)
+    location = stored_chunk(side, tier, chunk)
+    tier_view = ArenaView(tier.config.directory, tier.config.layout)
+    tier_view.mapping[location.offset + 5] ^= 255  # in its header
+    tokens = [*KEYS.anchor_ids, *chunk, 7, 8]
+    segment = Segment(kind=SegmentKind.CHUNK, start=2, end=22, location=location)
+    run(side, batch(parked_job("a", tokens, segments=[segment], coverage=0.0)))
+    told = side.take_report().jobs["a"]
+    assert told.failed and told.first_token is None and told.damaged == [location.key]
+    assert len(side._parking) == 0
+
+
+def stored_chunk(side, tier, chunk):
+    made, reservation = ingest(tier, "i", chunk, [0, 1])
+    run(side, made)
+    side.take_finished(set())
+    side.take_report()
+    tier.commit(reservation)
+    return reservation.location
+
+
+# ---- what the store holds ----
+
+
+def test_a_stored_value_that_is_not_finite_is_damaged(side, model, tier):
+    chunk = random_tokens(random.Random(5), 20, 20)
+    location = stored_chunk(side, tier, chunk)
+    view = ArenaView(tier.config.directory, tier.config.layout)
+    k, v = (x.clone() for x in view.read_layer(location, 2, 0, model.num_kv_heads))
+    v[1, 3, 0] = float("nan")
+    view.write_layer(location, 2, 0, k, v)  # with a checksum that is right
+    segment = Segment(kind=SegmentKind.CHUNK, start=2, end=22, location=location)
+    damaged = job("a", [*KEYS.anchor_ids, *chunk, 7, 8], [3, 4], segments=[segment], coverage=0.2)
+    fine = random_tokens(random.Random(6), 20, 20)
+    run(side, batch(damaged, job("b", fine, [5, 6])))
+    reports = side.take_report().jobs
+    assert reports["a"].failed and reports["a"].damaged == [location.key]
+    assert not reports["b"].failed
+    assert_exact(model, fine, [5, 6])
+
+
+# ---- time ----
+
+
+class SteppingClock(FakeClock):
+    """Every look takes a millisecond."""
+
+    def now_ms(self):
+        self.advance(1.0)
+        return super().now_ms()
+
+
+def test_a_slow_link_is_waited_for_and_the_wait_is_used(tier, model):
+    side = worker_side(tier, model, clock=SteppingClock(), load_bytes_per_ms=1e3)
+    chunk = random_tokens(random.Random(7), 20, 20)
+    location = stored_chunk(side, tier, chunk)
+    tokens = [*KEYS.anchor_ids, *chunk, 7, 8, 9]
+    segment = Segment(kind=SegmentKind.CHUNK, start=2, end=22, location=location)
+    run(side, batch(job("r", tokens, [3, 4], segments=[segment], coverage=0.0)))
+    assert side.take_finished(set()) == {"r"}
+    told = side.take_report().jobs["r"]
+    assert told.num_filled == told.num_selected == 20
+    assert told.timings.fill_ms > 0
+    assert_exact(model, tokens, [3, 4])
+
+
+def test_open_coverages_are_solved_for_the_batchs_deadline(tier, model):
+    clock = FakeClock()
+    side = worker_side(tier, model, clock=clock)
+    chunk = random_tokens(random.Random(8), 20, 20)
+    location = stored_chunk(side, tier, chunk)
+    tokens = [*KEYS.anchor_ids, *chunk, 7, 8, 9]
+    segment = Segment(kind=SegmentKind.CHUNK, start=2, end=22, location=location)
+    cost = CostModel(
+        num_layers=4, fixed_ms=0, row_ms=1.0, pair_ms=0, selected_pair_ms=0, reuse_ms=0
+    )
+    selected = []
+    for left_ms in (1.0, 48.0, 1e6):  # three layers of 6 rows without stored KV and r · 20
+        terms = CoverageTerms(deadline_ms=clock.now_ms() + left_ms, cost=cost)
+        made = job("r", tokens, [3, 4], segments=[segment], coverage=0.1, band=(0.05, 0.8))
+        run(side, batch(made, terms=terms))
+        selected.append(side.take_report().jobs["r"].num_selected)
+    assert selected[0] == 1 and selected[2] == 16
+    assert 1 < selected[1] < 16
+
+
+def test_a_timeline_goes_to_those_who_ask(side):
+    tokens = random_tokens(random.Random(10), 30, 30)
+    asked = replace(job("a", tokens, [0, 1]), wants_timeline=True)
+    run(side, batch(asked, job("b", tokens, [2, 3])))
+    reports = side.take_report().jobs
+    assert reports["b"].timeline == []
+    spans = reports["a"].timeline
+    assert [s.layer for s in spans if s.phase == "write"] == [0, 1, 2, 3]
+    assert {s.phase for s in spans} == {"warmup", "load", "patch", "write"}
+    ends = [s.start_ms + s.duration_ms for s in spans]
+    assert all(end <= later.start_ms + 1e-6 for end, later in zip(ends, spans[1:], strict=False))
+    totals = reports["a"].timings
+    assert sum(s.duration_ms for s in spans) == pytest.approx(
+        totals.compute_ms - totals.pause_ms, rel=1e-6
+    )

@@ -1,0 +1,84 @@
+"""The running cost heeds what went as planned, and only that."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.cost_model import CostModel
+from planner.types import PrefillResult, PrefillTimings, RequestPlan, Signal, Ticket
+from replicas.cost_tracker import CostTracker
+
+COST = CostModel(
+    num_layers=10, fixed_ms=1.0, row_ms=0.01, pair_ms=0.0, selected_pair_ms=0.0, reuse_ms=0.0
+)
+
+
+def ticket(**plan) -> Ticket:
+    values = {
+        "policy": "adaptive",
+        "signal": Signal.KV_DEV,
+        "warmup_depth": 1,
+        "probe_len": 1,
+        "coverage": 0.2,
+        "expected_ms": 30.0,
+        "budget_ms": 100.0,
+        "num_cached": 900,
+    }
+    plan = RequestPlan(**{**values, **plan})
+    return Ticket(replica_id="r", batch_id=1, batch_size=1, plan=plan, queue_ms=0.0)
+
+
+def result(*, coverage=0.2, **values) -> PrefillResult:
+    base = PrefillResult(
+        policy="adaptive",
+        signal=Signal.KV_DEV,
+        warmup_depth=1,
+        probe_len=1,
+        coverage=coverage,
+        num_prompt_tokens=1000,
+        num_context_tokens=900,
+        num_miss_tokens=0,
+        num_recomputed_tokens=100 + round(coverage * 900),
+        cached_tokens={"host": 900},
+        batch_size=1,
+        timings=PrefillTimings(),
+    )
+    return replace(base, **values)
+
+
+def scale_after(made: Ticket, outcome: PrefillResult, first_ms: float) -> float:
+    tracker = CostTracker(COST)
+    tracker.observe(made, outcome, first_ms)
+    return tracker.cost.scale
+
+
+def test_a_slower_prefill_raises_the_scale():
+    assert scale_after(ticket(), result(), 60.0) == pytest.approx(1.2)
+    assert scale_after(ticket(), result(), 30.0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        result(parked=True),
+        result(recovered=True),
+        result(num_filled_tokens=64),
+        result(timings=PrefillTimings(stall_ms=5.0)),
+        result(num_miss_tokens=100),
+        result(batch_size=2),
+    ],
+    ids=["parked", "recovered", "filled", "stalled", "a miss", "another batch"],
+)
+def test_what_went_otherwise_says_nothing(outcome):
+    assert scale_after(ticket(), outcome, 90.0) == 1.0
+
+
+def test_a_coverage_that_was_solved_again_is_taken_into_account():
+    made = ticket(band=(0.05, 0.5))
+    # 10 layers of 1,000 rows at full coverage; the Probe's quarter of a layer aside
+    planned_ms, solved_ms = 1 + 0.01 * (1250 + 9 * 280), 1 + 0.01 * (1250 + 9 * 550)
+    as_solved = 30.0 * solved_ms / planned_ms
+    assert scale_after(made, result(coverage=0.5), as_solved) == pytest.approx(1.0)
+    assert scale_after(made, result(coverage=0.5), 2 * as_solved) == pytest.approx(1.2)
+    # a fixed plan is what it is
+    assert scale_after(ticket(), result(coverage=0.5), 60.0) == pytest.approx(1.2)
