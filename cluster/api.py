@@ -183,6 +183,7 @@ class ApiFront:
             cache_salt=body.cache_salt or "",
             policy=policy,
             config=config,
+            wants_timeline=bool(body.cachesmith and body.cachesmith.timeline),
         )
         answer_format = ResponseFormat(
             chat=chat,

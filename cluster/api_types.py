@@ -18,6 +18,7 @@ from planner import (
     ADAPTIVE,
     CUSTOM,
     STATIC_POLICIES,
+    Deviation,
     RecomputeConfig,
     SamplingOptions,
     Signal,
@@ -136,10 +137,12 @@ class CachesmithOptions(_Body):
     """
 
     policy: str | None = None
-    signal: Literal["kv_dev", "qci", "qci_final", "position"] | None = None
+    signal: Literal["kv_dev", "qci", "auto", "qci_final", "position"] | None = None
+    deviation: Literal["k", "v", "kv"] | None = None
     warmup_depth: Depth | None = None
     probe_len: Depth | None = None
     coverage: float | None = Field(default=None, ge=0.0, le=1.0)
+    timeline: bool | None = None  # the prefill's, in the answer
 
     @field_validator("policy")
     @classmethod
@@ -152,12 +155,19 @@ class CachesmithOptions(_Body):
         """The policy's name and its config; no config for the adaptive policy."""
         policy = self.policy or ADAPTIVE
         base = STATIC_POLICIES.get(policy)
-        given = (self.signal, self.warmup_depth, self.probe_len, self.coverage)
+        given = (
+            self.signal,
+            self.deviation,
+            self.warmup_depth,
+            self.probe_len,
+            self.coverage,
+        )
         if all(value is None for value in given):
             return policy, base
         base = base or RecomputeConfig()
         return CUSTOM, RecomputeConfig(
             signal=base.signal if self.signal is None else Signal(self.signal),
+            deviation=base.deviation if self.deviation is None else Deviation(self.deviation),
             warmup_depth=_depth(self.warmup_depth, base.warmup_depth),
             probe_len=_depth(self.probe_len, base.probe_len),
             coverage=base.coverage if self.coverage is None else self.coverage,

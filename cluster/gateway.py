@@ -85,6 +85,7 @@ class Job:
     cache_salt: str = ""
     policy: str = "adaptive"
     config: RecomputeConfig | None = None
+    wants_timeline: bool = False
 
     @property
     def chunk_config(self) -> RecomputeConfig | None:
@@ -102,6 +103,7 @@ class Served:
     ttft_ms: float
     ttft_slo_ms: float
     replica_id: str
+    wants_timeline: bool = False
 
     @property
     def slo_met(self) -> bool:
@@ -257,6 +259,7 @@ class Gateway:
             signal=planner.signal,
             warmup_depth=planner.warmup_depth,
             probe_len=planner.probe_len,
+            deviation=planner.deviation,
             coverage=planner.band.floor,
         )
         warmup_depth, probe_len = config.depths(self._config.num_layers)
@@ -270,6 +273,7 @@ class Gateway:
                 warmup_depth=warmup_depth,
                 probe_len=probe_len,
                 coverage=config.coverage,
+                deviation=config.deviation,
                 expected_ms=0.0,
                 budget_ms=0.0,
             ),
@@ -287,6 +291,7 @@ class Gateway:
             ttft_slo_ms=job.ttft_slo_ms,
             cache_salt=job.cache_salt,
             sampling=job.sampling,
+            wants_timeline=job.wants_timeline,
         )
         replica_id = ticket.replica_id
         ttft_ms: float | None = None
@@ -313,6 +318,7 @@ class Gateway:
                         ttft_ms=ttft_ms,
                         ttft_slo_ms=job.ttft_slo_ms,
                         replica_id=replica_id,
+                        wants_timeline=job.wants_timeline,
                     )
                 yield Piece(
                     text=delta.text,

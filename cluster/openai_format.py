@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.gateway import Piece, Served
+from cluster.timeline import chrome_trace
 
 DONE_EVENT = "data: [DONE]\n\n"
 
@@ -18,7 +19,7 @@ def sse_event(payload: Mapping[str, Any]) -> str:
 def cachesmith_field(served: Served) -> dict[str, Any]:
     """What was planned, what was done, and where the time went; milliseconds, fractions 0-1."""
     result, plan, timings = served.result, served.plan, served.result.timings
-    return {
+    field: dict[str, Any] = {
         "policy": result.policy,
         "signal": str(result.signal),
         "warmup_depth": result.warmup_depth,
@@ -33,8 +34,12 @@ def cachesmith_field(served: Served) -> dict[str, Any]:
         "warmup_ms": round(timings.warmup_ms, 3),
         "probe_ms": round(timings.probe_ms, 3),
         "patch_ms": round(timings.patch_ms, 3),
+        "write_ms": round(timings.write_ms, 3),
+        "fill_ms": round(timings.fill_ms, 3),
         "stall_ms": round(timings.stall_ms, 3),
+        "pause_ms": round(timings.pause_ms, 3),
         "compute_ms": round(timings.compute_ms, 3),
+        "block_wait_ms": round(timings.block_wait_ms, 3),
         "ttft_ms": round(served.ttft_ms, 3),
         "slo_ttft_ms": served.ttft_slo_ms,
         "slo_met": served.slo_met,
@@ -42,11 +47,22 @@ def cachesmith_field(served: Served) -> dict[str, Any]:
         "num_context_tokens": result.num_context_tokens,
         "num_miss_tokens": result.num_miss_tokens,
         "num_recomputed_tokens": result.num_recomputed_tokens,
+        "num_filled_tokens": result.num_filled_tokens,
         "batch_size": result.batch_size,
         "replica": served.replica_id,
+        "parked": result.parked,
         "recovered": result.recovered,
         "full_prefill": result.full_prefill,
     }
+    if served.wants_timeline:
+        field["timeline"] = chrome_trace(
+            result,
+            queue_ms=served.queue_ms,
+            ttft_ms=served.ttft_ms,
+            ttft_slo_ms=served.ttft_slo_ms,
+            replica_id=served.replica_id,
+        )
+    return field
 
 
 def usage_field(num_prompt: int, num_generated: int, served: Served | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from cluster.config import (
     SchedulerConfig,
 )
 from deploy.settings import Settings, SettingsError
-from planner import BudgetBand, FcfsConfig, Signal, SlackPlannerConfig
+from planner import AutoRule, BudgetBand, Deviation, FcfsConfig, Signal, SlackPlannerConfig
 from replicas.config import EngineConfig
 from replicas.interface import RagEngine
 
@@ -82,6 +82,8 @@ def cluster_config(
         ),
         planner=SlackPlannerConfig(
             signal=Signal(settings.planner.signal),
+            deviation=Deviation(settings.planner.deviation),
+            resolve=settings.planner.resolve,
             warmup_depth=settings.planner.warmup_depth,
             probe_len=settings.planner.probe_len,
             band=BudgetBand(floor=settings.planner.floor, saturation=settings.planner.saturation),
@@ -126,6 +128,12 @@ def engine_config(settings: Settings) -> EngineConfig:
         cpu_threads=engine.cpu_threads,
         slice_layers=engine.slice_layers,
         batch_hold_ms=engine.batch_hold_ms,
+        parking_bytes=int(engine.parking_bytes),
+        auto_rule=AutoRule(
+            threshold=settings.planner.auto_threshold,
+            qci_when_peaked=settings.planner.auto_qci_when == "peaked",
+        ),
+        load_bandwidth_mb_s=engine.load_bandwidth_mb_s,
         anchor_text=engine.anchor_text,
         host_tier_dir=str(host.path),
         host_tier_bytes=int(host.capacity_bytes),

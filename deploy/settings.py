@@ -58,6 +58,8 @@ class EngineSection(_Section):
     cpu_threads: Positive | None = None  # of each rank, without a GPU
     slice_layers: Positive = 4
     batch_hold_ms: float = Field(default=50.0, ge=0)
+    parking_bytes: ByteSize = ByteSize(1 << 28)  # "256MiB"
+    load_bandwidth_mb_s: float | None = Field(default=None, gt=0)
     anchor_text: str | None = None
     max_ingest_backlog: int = Field(default=1024, ge=0)
     vllm: dict[str, Any] = Field(default_factory=dict)  # passed to vLLM's engine as they are
@@ -72,12 +74,16 @@ class ReplicasSection(_Section):
 
 
 class PlannerSection(_Section):
-    signal: Literal["kv_dev", "qci"] = "kv_dev"
+    signal: Literal["kv_dev", "qci", "auto"] = "kv_dev"
+    deviation: Literal["k", "v", "kv"] = "kv"
+    auto_threshold: float = Field(default=0.85, ge=0, le=1)
+    auto_qci_when: Literal["peaked", "flat"] = "peaked"
     warmup_depth: int = Field(default=1, ge=0)
     probe_len: int = Field(default=1, ge=0)
     floor: float = Field(default=0.05, ge=0, le=1)
     saturation: float = Field(default=0.50, ge=0, le=1)
     reserve: float = Field(default=0.15, ge=0, lt=1)
+    resolve: bool = True
 
     @field_validator("saturation")
     @classmethod

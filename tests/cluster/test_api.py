@@ -14,7 +14,7 @@ from cluster.errors import SchedulerGoneError
 from cluster.gateway import Gateway
 from cluster.messages import Refusal
 from cluster.prompt import PromptBuilder
-from planner import MonotonicClock, Signal
+from planner import Deviation, MonotonicClock, Signal
 from tests.fakes.fake_engine import FakeEngine, FakeEngineConfig
 from tests.fakes.fake_ports import FakeReplicas, FakeScheduler, ready_status
 
@@ -130,6 +130,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"cachesmith": {"warmup_depth": -1}}, "cachesmith.warmup_depth"),
     ({"cachesmith": {"probe_len": "some"}}, "cachesmith.probe_len"),
     ({"cachesmith": {"coverage": 1.5}}, "cachesmith.coverage"),
+    ({"cachesmith": {"deviation": "q"}}, "cachesmith.deviation"),
+    ({"cachesmith": {"timeline": "yes"}}, "cachesmith.timeline"),
 ]
 
 
@@ -320,6 +322,21 @@ def test_policies(api: Api, options, policy, expected):
     config = profile.config
     point = config and (config.signal, config.warmup_depth, config.probe_len, config.coverage)
     assert (profile.policy, point) == (policy, expected)
+
+
+def test_auto_and_what_kv_dev_compares(api: Api):
+    api.chat(cachesmith={"signal": "auto"})
+    assert api.profile().config.signal is Signal.AUTO
+    api.chat(cachesmith={"policy": "cacheblend", "deviation": "v"})
+    config = api.profile().config
+    assert (config.signal, config.deviation) == (Signal.KV_DEV, Deviation.V)
+
+
+def test_a_timeline_comes_only_to_those_who_ask(api: Api):
+    asked = api.chat(documents=["abc"], cachesmith={"timeline": True}).json()["cachesmith"]
+    assert asked["policy"] == "adaptive"  # it changes no plan
+    assert {"queue", "first token"} <= {e["name"] for e in asked["timeline"]["traceEvents"]}
+    assert "timeline" not in api.chat(documents=["abc"]).json()["cachesmith"]
 
 
 def test_a_replica_lost_before_the_first_token_is_not_seen(api: Api):

@@ -147,7 +147,13 @@ def test_every_field_of_the_answers_report_is_documented():
         timings=PrefillTimings(),
     )
     served = Served(
-        result=result, plan=plan, queue_ms=1.0, ttft_ms=1.0, ttft_slo_ms=1.0, replica_id="r"
+        result=result,
+        plan=plan,
+        queue_ms=1.0,
+        ttft_ms=1.0,
+        ttft_slo_ms=1.0,
+        replica_id="r",
+        wants_timeline=True,
     )
     (section,) = re.findall(r"### `cachesmith`: what was done\n(.*?)\n### ", API, re.DOTALL)
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
