@@ -10,11 +10,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from blake3 import blake3
 
 from kv_tier.errors import ModelIdentityError
+
+if TYPE_CHECKING:
+    from blake3 import blake3
 
 LAYOUT_VERSION = 1
 KEY_BYTES = 32
@@ -84,7 +87,9 @@ def model_fingerprint(model_dir: Path, *, lora_id: str | None = None) -> str:
     ).hexdigest()
 
 
-def _digest(context: str, *fields: bytes) -> blake3:
+def _digest(context: str, *fields: bytes) -> "blake3":
+    from blake3 import blake3  # here: a machine that only runs the phases may be without it
+
     hasher = blake3(derive_key_context=context)
     for field in fields:
         hasher.update(struct.pack("<Q", len(field)))
@@ -105,6 +110,8 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 def _file_digest(path: Path) -> bytes:
+    from blake3 import blake3
+
     try:
         return blake3(max_threads=blake3.AUTO).update_mmap(path).digest()
     except OSError as exc:

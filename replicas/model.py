@@ -51,6 +51,10 @@ class LayerwiseModel(Protocol):
         """RoPE: x [num_rows, heads, head_dim] at `positions` [num_rows], as a new tensor."""
         ...
 
+    def rotary_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of `rotate`, the same in every layer: [n, head_dim // 2], float32."""
+        ...
+
     def finish(self, layer: int, residual: Tensor, attention: Tensor) -> Hidden:
         """Output projection, residual, norm and MLP; attention: [num_rows, num_heads, head_dim]."""
         ...

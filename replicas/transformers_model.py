@@ -83,6 +83,12 @@ class TransformersModel:
         turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
         return x * cos[0, :, None] + turned * sin[0, :, None]
 
+    def rotary_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.empty(0, dtype=torch.float32, device=self.device)  # for its type and place
+        cos, sin = self._rotary_emb(wide, positions[None])
+        half = self.head_dim // 2
+        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
     def finish(self, layer: int, residual: Tensor, attention: Tensor) -> Hidden:
         block = self._layers[layer]
         states = residual + self._ranks.sum(block.self_attn.o_proj(attention.flatten(1)))

@@ -135,6 +135,11 @@ class VllmModel:
         rotated, _ = self._layers[layer].self_attn.rotary_emb(positions, flat, None)
         return rotated.view(x.shape)
 
+    def rotary_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        table = self._layers[0].self_attn.rotary_emb.cos_sin_cache[positions].float()
+        cos, sin = table.chunk(2, dim=-1)
+        return cos.contiguous(), sin.contiguous()
+
     def finish(self, layer: int, residual: Tensor, attention: Tensor) -> Hidden:
         parts = [
             self._finish(layer, part.residual, part.states)

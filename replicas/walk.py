@@ -1,6 +1,6 @@
 """What WarmUp, Probe and Patch share: some rows of a batch on their way through one layer."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -73,6 +73,10 @@ class Walk:
         self.arrivals = arrivals
         self._source = source
         self._fill: FrontFill | None = None
+        self._fused = fused_stitch(model.device)
+        if self._fused is not None and batch.pieces:
+            self._rotary = model.rotary_table(batch.positions)
+            self._row_ids = torch.arange(batch.num_rows, device=model.device)
 
     def start_filling(self, first_layer: int, hidden: Hidden) -> None:
         """From now on a wait for stored KV is used; `hidden`: all rows, as they enter the layer."""
@@ -133,10 +137,14 @@ class Walk:
                 if loaded is None or any(tuple(part.shape) != wanted for part in loaded):
                     self.trace.failed.add(piece.request_idx)
                     continue
-                k[piece.start : piece.end] = loaded[0].transpose(0, 1)
-                v[piece.start : piece.end] = loaded[1].transpose(0, 1)
-            # in one sweep: what is zero stays zero
-            k = model.rotate(layer, batch.positions, k)
+                rows = slice(piece.start, piece.end)
+                if self._fused is not None:
+                    cos, sin = (part[rows] for part in self._rotary)
+                    self._fused(*loaded, cos, sin, k, v, self._row_ids[rows])
+                else:
+                    k[rows], v[rows] = loaded[0].transpose(0, 1), loaded[1].transpose(0, 1)
+            if self._fused is None:  # in one sweep: what is zero stays zero
+                k = model.rotate(layer, batch.positions, k)
             if self._fill is not None:
                 self._fill.overlay(layer, k, v)
             return k, v
@@ -160,3 +168,14 @@ class Walk:
 
 def pick(projected: Projection, at: Tensor) -> Projection:
     return Projection(projected.q[at], projected.k[at], projected.v[at], projected.residual[at])
+
+
+def fused_stitch(device: torch.device) -> Callable[..., None] | None:
+    """The kernel that rotates and scatters stored KV in one pass, where there is one."""
+    if device.type != "cuda":
+        return None
+    try:
+        from replicas.triton_stitch import stitch_rotated
+    except ImportError:  # without Triton
+        return None
+    return stitch_rotated

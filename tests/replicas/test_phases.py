@@ -8,7 +8,9 @@ import torch
 
 from planner.policies import STATIC_POLICIES
 from planner.types import Signal
+from replicas import walk
 from replicas.model import Hidden
+from replicas.triton_stitch import stitch_rotated_ref
 from tests.replicas import harness
 from tests.replicas.harness import (
     FAMILIES,
@@ -75,22 +77,27 @@ def test_coverage_one_equals_full_prefill(model, source, signal, w, p, seed):
         assert worst_difference(kv, full_kv(model, job.token_ids)) < TOLERANCE
 
 
-@pytest.mark.parametrize("rope", ["linear", "dynamic", "llama3", "yarn"])
+ROPES = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 1024},
+}
+
+
+def rope_options(rope):
+    parameters = {"rope_type": rope, "rope_theta": 1e4, **ROPES.get(rope, {})}
+    return {"rope_parameters": parameters}
+
+
+@pytest.mark.parametrize("rope", ROPES)
 def test_scaled_rope_is_exact_at_coverage_one_and_for_a_chunk_in_its_own_place(rope):
-    parameters = {
-        "linear": {"factor": 2.0},
-        "dynamic": {"factor": 2.0},
-        "llama3": {
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 512,
-        },
-        "yarn": {"factor": 2.0, "original_max_position_embeddings": 1024},
-    }[rope]
-    model = tiny_model(
-        "llama", rope_parameters={"rope_type": rope, "rope_theta": 1e4, **parameters}
-    )
+    model = tiny_model("llama", **rope_options(rope))
     source, rng = MemorySource(), random.Random(rope)
     job = random_request(model, source, rng, 1.0)
     (kv,), _ = run(model, source, [job], Signal.KV_DEV, 1, 1)
@@ -376,3 +383,19 @@ def test_harness_models_differ_between_prompts(model):
     b = last_log_probs(model, full_kv(model, [2, 1, 3, 4]), [2, 1, 3, 4])
     assert float((a - b).abs().max()) > 0.1
     assert model.model.config.vocab_size == harness.VOCAB
+
+
+@pytest.mark.parametrize("rope", ["default", *ROPES])
+def test_the_fused_stitch_is_the_sweep(rope, monkeypatch):
+    """The wiring of the kernel, with its plain reference in its place."""
+    model = tiny_model("llama", **rope_options(rope))
+    source, rng = MemorySource(), random.Random(rope)
+    jobs = [
+        random_request(model, source, rng, 0.3, missing=frozenset({i} if i else ()))
+        for i in range(2)
+    ]
+    sweep, _ = run(model, source, jobs, Signal.KV_DEV, 1, 1)
+    monkeypatch.setattr(walk, "fused_stitch", lambda device: stitch_rotated_ref)
+    fused, _ = run(model, source, jobs, Signal.KV_DEV, 1, 1)
+    for a, b in zip(sweep, fused, strict=True):
+        assert worst_difference(a, b) < 1e-5
