@@ -4,16 +4,16 @@ A chain of bf16 matrix products in a process of its own, with libgomp's default 
 OMP_WAIT_POLICY=PASSIVE, in turns, on the idle machine and beside as many busy processes as there
 are cores. Ceiling: beside that load, half of the idle rate.
 
-    python -m benchmarks.bench_threads
+    cachesmith bench threads
 """
 
-import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from statistics import median
 
-from benchmarks.report import print_json, print_table
+from benchmarks.report import argument_parser, print_json, print_table
 
 CHAIN = """
 import time, torch
@@ -32,10 +32,10 @@ print(sorted(times)[len(times) // 2] * 1e3)
 BUSY = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argument_parser("threads", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     results = []
     for load in (0, len(os.sched_getaffinity(0))):
         busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(load)]

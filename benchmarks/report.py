@@ -1,11 +1,29 @@
 """What every benchmark prints: a table, then one JSON line that says where it ran."""
 
+import argparse
 import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+
+def argument_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """With the benchmark's question, and below the arguments what it says about itself."""
+    question, _, rest = (doc or "").partition("\n")
+    return argparse.ArgumentParser(
+        prog=f"cachesmith bench {name}",
+        description=question,
+        epilog=rest.strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def say(text: str) -> None:
+    """A sign of life on stderr, so that stdout is the tables and the JSON line."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -30,7 +48,9 @@ def print_json(benchmark: str, *, seed: int, results: list[dict[str, Any]]) -> N
 
 
 def _text(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _commit() -> str:

@@ -1,7 +1,8 @@
 """Interleaved timing: a shared machine's noise then hurts all candidates alike."""
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 
@@ -22,3 +23,16 @@ def interleaved_ms(
 
 def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: median(values) for name, values in times.items()}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` (0–1) of the values do not exceed."""
+    if not values or not 0.0 < share <= 1.0:
+        raise ValueError(f"need values and 0 < share <= 1, got {len(values)} and {share}")
+    rank = math.ceil(round(share * len(values), 9))
+    return sorted(values)[rank - 1]
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Median and range as fields of a result: `name`, `name_min`, `name_max`."""
+    return {name: median(values), f"{name}_min": min(values), f"{name}_max": max(values)}

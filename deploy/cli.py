@@ -1,6 +1,9 @@
 """The command line `cachesmith`."""
 
 import argparse
+import ast
+import importlib
+import importlib.util
 import json
 import logging
 import signal
@@ -13,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from deploy.models import ModelUnavailableError
 from deploy.settings import SettingsError, load_settings
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -25,6 +29,7 @@ examples:
   cachesmith serve --config server.yaml --port 9000
   cachesmith ingest --file corpus.jsonl            compute the documents' KV ahead
   cachesmith status
+  cachesmith bench prefill                         what reuse saves on this machine
 
 `cachesmith COMMAND --help` explains each command.
 """
@@ -47,6 +52,17 @@ only "text" is needed. Requests that use the same documents then find their KV.
 
 example:
   cachesmith ingest --file corpus.jsonl --url http://127.0.0.1:8000
+"""
+
+_BENCH_EPILOG = """\
+benchmarks:
+{listing}
+
+`cachesmith bench NAME --help` says what it compares with what, and lists its arguments.
+
+examples:
+  cachesmith bench prefill --tokens 2048 --phases
+  cachesmith bench decode-gap --rounds 3
 """
 
 
@@ -127,6 +143,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     status.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
     status.set_defaults(run=_status)
+
+    names = _benchmarks()
+    bench = commands.add_parser(
+        "bench",
+        help="run one of the benchmarks on this machine",
+        description="Run a benchmark: it prints a table and one JSON line.",
+        epilog=_BENCH_EPILOG.format(
+            listing="\n".join(f"  {name:<12} {question}" for name, question in names.items())
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument("name", choices=list(names), metavar="NAME", help="one of those below")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -274,6 +304,29 @@ def _status(args: argparse.Namespace) -> int:
     for line in metrics.text.splitlines():
         if line.startswith(("cachesmith_requests_total", "cachesmith_slo_total")):
             _say(f"  {line.removeprefix('cachesmith_')}")
+    return 0
+
+
+# --- bench ---------------------------------------------------------------------------------------
+
+
+def _benchmarks() -> dict[str, str]:
+    """Name → question, the first line of its file. Read, not imported: that would load torch."""
+    package = importlib.util.find_spec("benchmarks")
+    found = {}
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        for path in sorted(Path(folder).glob("bench_*.py")):
+            doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+            found[path.stem.removeprefix("bench_").replace("_", "-")] = doc.partition("\n")[0]
+    return found
+
+
+def _bench(args: argparse.Namespace) -> int:
+    module = importlib.import_module(f"benchmarks.bench_{args.name.replace('-', '_')}")
+    try:
+        module.main(args.arguments)
+    except ModelUnavailableError as exc:
+        return _fail(str(exc))
     return 0
 
 

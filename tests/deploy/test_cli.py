@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks
 from deploy.cli import main
 from deploy.server import ServerError, check_port
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["ingest"], ["status"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["ingest"], ["status"], ["bench"]])
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit) as exit_:
         main([*command, "--help"])
@@ -22,12 +24,41 @@ def test_help_has_examples(command, capsys):
     assert "example" in text and f"cachesmith {' '.join(command)}".strip() in text
 
 
-@pytest.mark.parametrize("argv", [[], ["fly"], ["serve", "--tp", "x"], ["ingest"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["fly"], ["serve", "--tp", "x"], ["ingest"], ["bench"], ["bench", "x"]]
+)
 def test_wrong_arguments_exit_with_usage(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(argv)
     assert exit_.value.code == 2
     assert "usage: cachesmith" in capsys.readouterr().err
+
+
+def test_bench_lists_what_there_is_with_its_question(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    text = capsys.readouterr().out
+    folder = Path(benchmarks.__file__).parent
+    for path in folder.glob("bench_*.py"):
+        name = path.stem.removeprefix("bench_").replace("_", "-")
+        question = path.read_text().splitlines()[0].strip('"')
+        assert re.search(rf"^  {name} +{re.escape(question)}$", text, re.MULTILINE)
+
+
+def test_bench_hands_over_its_arguments(monkeypatch, capsys):
+    taken: list[list[str]] = []
+    monkeypatch.setattr("benchmarks.bench_decode_gap.main", taken.append)
+    assert main(["bench", "decode-gap", "--rounds", "2", "--help"]) == 0
+    assert taken == [["--rounds", "2", "--help"]]
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", "prefill", "--policies", "fly"])
+    assert exit_.value.code == 2
+    assert "usage: cachesmith bench prefill" in capsys.readouterr().err
+
+
+def test_bench_says_when_the_model_is_not_there(tmp_path, capsys):
+    assert main(["bench", "prefill", "--model", str(tmp_path)]) == 1
+    assert "config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
