@@ -243,9 +243,7 @@ class SchedulerService:
             info = replica.info
             used = sum(lease.num_tokens + self._config.decode_reserve_tokens for lease in leases)
             # an idle engine takes whatever fits the model, so that no request waits for ever
-            room = max(
-                info.kv_capacity_tokens + info.parking_tokens, 0 if leases else info.max_model_len
-            )
+            room = max(info.kv_capacity_tokens, 0 if leases else info.max_model_len)
             reuse = info.reuse_refusal is None
             resident = self._residency.of(replica.report.node_id) if reuse else frozenset[str]()
             states.append(
@@ -254,6 +252,7 @@ class SchedulerService:
                     cost=replica.report.cost,
                     free_seqs=info.max_num_seqs - len(leases),
                     free_kv_tokens=room - used,
+                    parking_tokens=info.parking_tokens,
                     resident=resident,
                 )
             )

@@ -9,18 +9,15 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from deploy import client
+from deploy.console import fail, say
 from deploy.models import ModelUnavailableError
 from deploy.settings import SettingsError, load_settings
-
-DEFAULT_URL = "http://127.0.0.1:8000"
-_INGEST_BATCH = 8
 
 _EPILOG = """\
 examples:
@@ -29,6 +26,7 @@ examples:
   cachesmith serve --config server.yaml --port 9000
   cachesmith ingest --file corpus.jsonl            compute the documents' KV ahead
   cachesmith status
+  cachesmith trace --request ask.json              where one request's time goes, for Perfetto
   cachesmith bench prefill                         what reuse saves on this machine
 
 `cachesmith COMMAND --help` explains each command.
@@ -44,14 +42,6 @@ examples:
   cachesmith serve
   cachesmith serve --model ./my-model --port 9000
   cachesmith serve --model org/name --tp 2 --replicas 2 --config server.yaml
-"""
-
-_INGEST_EPILOG = """\
-Each line of the file is a document: a JSON string, or an object {"id", "title", "text"} of which
-only "text" is needed. Requests that use the same documents then find their KV.
-
-example:
-  cachesmith ingest --file corpus.jsonl --url http://127.0.0.1:8000
 """
 
 _BENCH_EPILOG = """\
@@ -73,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except SettingsError as exc:
-        return _fail(f"the settings can not be used:\n{exc}")
+        return fail(f"the settings can not be used:\n{exc}")
     except KeyboardInterrupt:
         return 130
 
@@ -119,30 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.set_defaults(run=_serve)
 
-    ingest = commands.add_parser(
-        "ingest",
-        help="compute documents' KV ahead",
-        description="Send documents to a running server, which computes and stores their KV.",
-        epilog=_INGEST_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    ingest.add_argument(
-        "--file", type=Path, required=True, metavar="JSONL", help="documents, one a line"
-    )
-    ingest.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
-    ingest.add_argument("--cache-salt", default=None, help="tenant that the chunks belong to")
-    ingest.set_defaults(run=_ingest)
-
-    status = commands.add_parser(
-        "status",
-        help="show what a running server does",
-        description="Show health, replicas and request counts of a running server. "
-        "Exit code 1 if it is not ready.",
-        epilog="example:\n  cachesmith status --url http://127.0.0.1:8000\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    status.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
-    status.set_defaults(run=_status)
+    client.add_parsers(commands)
 
     names = _benchmarks()
     bench = commands.add_parser(
@@ -174,20 +141,20 @@ def _serve(args: argparse.Namespace) -> int:
     try:
         with running_server(
             settings,
-            progress=_say,
+            progress=say,
             ray_address=args.ray_address,
             log_to_driver=args.log_level == "debug",
             engine_builder=args.engine_builder,
         ) as server:
             served = True
             stopping.install()  # again: Ray sets handlers of its own
-            _say(_ready_text(server.url, server.model_name))
+            say(_ready_text(server.url, server.model_name))
             stopping.wait()
     except ServerError as exc:
-        return _fail(str(exc))
+        return fail(str(exc))
     except KeyboardInterrupt:
         return 0 if served else 130
-    _say("stopped")
+    say("stopped")
     return 0
 
 
@@ -240,73 +207,6 @@ def _ready_text(url: str, model: str) -> str:
     )
 
 
-# --- ingest and status ---------------------------------------------------------------------------
-
-
-def _ingest(args: argparse.Namespace) -> int:
-    try:
-        documents = list(_documents(args.file))
-    except (OSError, ValueError) as exc:
-        return _fail(str(exc))
-    counts: dict[str, int] = {}
-    num_tokens = 0
-    with httpx.Client(base_url=args.url, timeout=None) as client:
-        for start in range(0, len(documents), _INGEST_BATCH):
-            batch = documents[start : start + _INGEST_BATCH]
-            body = {"documents": batch, "cache_salt": args.cache_salt}
-            try:
-                response = client.post("/v1/chunks", json=body)
-            except httpx.HTTPError as exc:
-                return _fail(f"{args.url} does not answer: {exc}")
-            if response.status_code != 200:
-                return _fail(f"{args.url} answered {response.status_code}: {response.text}")
-            for chunk in response.json()["data"]:
-                counts[chunk["status"]] = counts.get(chunk["status"], 0) + 1
-                num_tokens += chunk["num_tokens"]
-            _say(f"{min(start + _INGEST_BATCH, len(documents))} of {len(documents)} documents")
-    summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-    _say(f"{num_tokens} tokens in chunks: {summary or 'none'}")
-    return 1 if counts.get("failed") else 0
-
-
-def _documents(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield json.loads(line)
-        except ValueError as exc:
-            raise ValueError(f"{path}, line {number} is not JSON: {exc}") from None
-
-
-def _status(args: argparse.Namespace) -> int:
-    try:
-        health = httpx.get(f"{args.url}/health", timeout=10.0)
-        metrics = httpx.get(f"{args.url}/metrics", timeout=10.0)
-    except httpx.HTTPError as exc:
-        return _fail(f"{args.url} does not answer: {exc}")
-    try:
-        state = health.json()
-    except ValueError:
-        return _fail(f"{args.url} is not a CacheSmith server: it answered {health.text[:200]!r}")
-    if health.status_code != 200:
-        reason = state.get("reason") or state.get("error", {}).get("message")
-        return _fail(f"{args.url} is not ready: {reason}")
-    _say(f"{state['model']}: ready, {state['num_waiting']} requests wait")
-    for replica in state["replicas"]:
-        _say(
-            f"  replica {replica['replica']}: {replica['num_running']} running, "
-            f"{replica['num_resident_chunks']} chunks hot, "
-            f"{replica['num_ingest_backlog']} to compute when idle"
-        )
-        if replica["reuse_refusal"]:
-            _say(f"    chunk reuse is off: {replica['reuse_refusal']}")
-    for line in metrics.text.splitlines():
-        if line.startswith(("cachesmith_requests_total", "cachesmith_slo_total")):
-            _say(f"  {line.removeprefix('cachesmith_')}")
-    return 0
-
-
 # --- bench ---------------------------------------------------------------------------------------
 
 
@@ -326,17 +226,8 @@ def _bench(args: argparse.Namespace) -> int:
     try:
         module.main(args.arguments)
     except ModelUnavailableError as exc:
-        return _fail(str(exc))
+        return fail(str(exc))
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _fail(text: str) -> int:
-    print(f"cachesmith: {text}", file=sys.stderr, flush=True)
-    return 1
 
 
 def _version() -> str:

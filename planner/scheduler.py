@@ -31,7 +31,8 @@ class ReplicaState:
     replica_id: str
     cost: CostModel
     free_seqs: int
-    free_kv_tokens: int
+    free_kv_tokens: int  # in KV blocks; negative when prompts are parked
+    parking_tokens: int = 0  # room in host memory for prompts that are prefilled without blocks
     resident: Set[str] = field(default_factory=frozenset)  # chunk ids hot on its node
 
 
@@ -152,15 +153,14 @@ class FcfsScheduler:
         )
 
     def _fits(self, profile: RequestProfile, replica: ReplicaState) -> bool:
-        room = profile.num_prompt_tokens <= replica.free_kv_tokens
-        return replica.free_seqs >= 1 and room
+        return replica.free_seqs >= 1 and profile.num_prompt_tokens <= _room(profile, replica)
 
     def _members(self, head: RequestProfile, replica: ReplicaState) -> list[_Waiting]:
         """The head and the oldest requests behind it with the same (S, w, p), up to the limits."""
         members: list[_Waiting] = []
         num_tokens = 0
         limit = min(self._config.max_batch_requests, replica.free_seqs)
-        max_tokens = min(self._config.max_batch_tokens, replica.free_kv_tokens)
+        max_tokens = min(self._config.max_batch_tokens, _room(head, replica))
         for waiting in self._waiting.values():
             if len(members) == limit:
                 break
@@ -174,9 +174,20 @@ class FcfsScheduler:
         return members
 
 
+def _is_reusing(profile: RequestProfile) -> bool:
+    """Whether the request goes through the phases, and not through the engine's own prefill."""
+    return profile.policy != FULL_PREFILL and bool(profile.chunks)
+
+
+def _room(profile: RequestProfile, replica: ReplicaState) -> int:
+    """Tokens of prompts of this kind that the replica can prefill now."""
+    parking = replica.parking_tokens if _is_reusing(profile) else 0
+    return replica.free_kv_tokens + parking
+
+
 def _phase_key(profile: RequestProfile) -> tuple[object, ...]:
     """Requests with the same key can share a batch's phases."""
-    if profile.policy == FULL_PREFILL or not profile.chunks:
+    if not _is_reusing(profile):
         return (FULL_PREFILL,)
     if profile.config is None:
         return ()

@@ -120,6 +120,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/v1/chat/completions":
+            report = {"policy": body["cachesmith"]["policy"], "ttft_ms": 5.0}
+            if body["cachesmith"]["timeline"] and not body["stream"]:
+                report["timeline"] = {"traceEvents": [{"ph": "X", "name": "patch"}]}
+            return self._answer({"cachesmith": report})
         data = [
             {"status": "failed" if document == "bad" else "stored", "num_tokens": 2}
             for document in body["documents"]
@@ -162,3 +167,24 @@ def test_ingest_counts_and_status_shows(url: str, tmp_path: Path, capsys):
     assert main(["ingest", "--file", str(corpus), "--url", url]) == 1
     assert main(["status", "--url", url]) == 0
     assert "replica r1: 2 running" in capsys.readouterr().out
+
+
+def test_trace_saves_the_timeline_of_a_request(url: str, tmp_path: Path, capsys):
+    body = {"messages": [], "stream": True, "cachesmith": {"policy": "cacheblend"}}
+    request, output = tmp_path / "ask.json", tmp_path / "trace.json"
+    request.write_text(json.dumps(body))
+    argv = ["trace", "--request", str(request), "--output", str(output), "--url", url]
+    assert main(argv) == 0
+    assert json.loads(output.read_text())["traceEvents"][0]["name"] == "patch"
+    out = capsys.readouterr().out
+    assert "cacheblend" in out and "ttft_ms" in out and str(output) in out
+    assert main([*argv[:4], str(tmp_path / "no" / "folder.json"), *argv[5:]]) == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"cachesmith": 5}'])
+def test_trace_names_the_file_that_is_wrong(text: str, tmp_path: Path, capsys):
+    request = tmp_path / "ask.json"
+    request.write_text(text)
+    assert main(["trace", "--request", str(request)]) == 1
+    assert "ask.json" in capsys.readouterr().err
+    assert main(["trace", "--request", str(tmp_path / "none.json")]) == 1

@@ -47,12 +47,15 @@ def profile(name, *, chunks=("a", "b"), tokens=300, slo=2000.0, policy="adaptive
     )
 
 
-def replica(name="r", *, resident=("a", "b"), free_seqs=8, free_kv_tokens=100_000):
+def replica(
+    name="r", *, resident=("a", "b"), free_seqs=8, free_kv_tokens=100_000, parking_tokens=0
+):
     return ReplicaState(
         replica_id=name,
         cost=COST,
         free_seqs=free_seqs,
         free_kv_tokens=free_kv_tokens,
+        parking_tokens=parking_tokens,
         resident=frozenset(resident),
     )
 
@@ -194,3 +197,20 @@ def test_requests_with_another_deviation_do_not_share_a_batch():
         queue.submit(replace(profile(name, policy="custom"), config=config), now_ms=0.0)
     assert ids(queue.next_batch([replica()], now_ms=0.0)) == ["a", "c"]
     assert ids(queue.next_batch([replica()], now_ms=0.0)) == ["b"]
+
+
+def test_prompts_without_blocks_go_where_host_memory_is():
+    queue = scheduler_with("a", "b", "c")  # of 650 tokens each
+    full = replica(free_kv_tokens=100)
+    assert queue.next_batch([full], now_ms=0.0) is None
+    parking = replica(free_kv_tokens=100, parking_tokens=1300)
+    assert ids(queue.next_batch([full, parking], now_ms=0.0)) == ["a", "b"]
+    over = replica(free_kv_tokens=-1300, parking_tokens=1300)  # two are parked there
+    assert queue.next_batch([over], now_ms=0.0) is None
+
+
+def test_the_engines_own_prefill_has_no_use_for_host_memory():
+    queue = scheduler()
+    queue.submit(profile("a", policy=FULL_PREFILL), now_ms=0.0)
+    assert queue.next_batch([replica(free_kv_tokens=100, parking_tokens=9000)], now_ms=0.0) is None
+    assert ids(queue.next_batch([replica(free_kv_tokens=650)], now_ms=0.0)) == ["a"]
