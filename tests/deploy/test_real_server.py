@@ -405,6 +405,19 @@ def test_stored_documents_hit_on_both_replicas(server: RealServer):
     assert [info["num_miss_tokens"] for info in infos] == [0] * 4
 
 
+def test_a_timeline_shows_the_phases_of_a_real_prefill(server: RealServer):
+    documents = passages("timeline", count=2)
+    server.store(documents)
+    info = server.ask(documents, cachesmith={"coverage": 0.3, "timeline": True}).info
+    spans = [e for e in info["timeline"]["traceEvents"] if e["ph"] == "X"]
+    by_name = {name: [s for s in spans if s["name"] == name] for name in ("warmup", "patch")}
+    assert {s["args"]["layer"] for s in by_name["warmup"]} == {0}
+    assert {s["args"]["layer"] for s in by_name["patch"]} == {1, 2, 3}
+    assert all(0 <= s["ts"] <= info["ttft_ms"] * 1e3 for s in spans)
+    patch_ms = sum(s["dur"] for s in by_name["patch"]) / 1e3
+    assert patch_ms == pytest.approx(info["patch_ms"], abs=0.1)
+
+
 def test_another_order_and_another_system_prompt_hit(server: RealServer):
     documents = passages("moved", count=4)
     server.store(documents)
