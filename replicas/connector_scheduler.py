@@ -92,7 +92,6 @@ class SchedulerSide:
         # since the last step:
         self._allocated: dict[tuple[object, ...], BatchJob] = {}
         self._restores: list[Restore] = []
-        self._unpark: list[str] = []
 
     def arrived(
         self, request_id: str, params: RequestParams | None, *, num_prompt_tokens: int
@@ -103,7 +102,6 @@ class SchedulerSide:
         now_ms = self._clock.now_ms()
         if params.park is not None:
             num_prompt_tokens = len(params.park_token_ids)
-        self._unpark.extend(params.unpark)
         self._jobs[request_id] = _Job(params, num_prompt_tokens, now_ms)
         if params.batch_size > 1 and params.batch_id not in self._released:
             batch = self._gathering.setdefault(
@@ -187,11 +185,10 @@ class SchedulerSide:
         meta = StepMeta(
             batches=list(self._allocated.values()),
             restores=self._restores,
-            unpark=self._unpark,
             num_layers=self._slices.decoding if decoding else self._slices.idle,
         )
         self._allocated.clear()
-        self._restores, self._unpark = [], []
+        self._restores = []
         return meta
 
     def received(self, finished: set[str], report: WorkerReport | None) -> None:
@@ -223,8 +220,6 @@ class SchedulerSide:
             batch.size -= 1
             if not batch.members:
                 del self._gathering[job.params.batch_id]
-        if job.state is JobState.WAITING and job.params.restore_id is not None:
-            self._unpark.append(job.params.restore_id)
         if job.state is JobState.ACTIVE:
             job.state = JobState.DONE
         else:

@@ -44,7 +44,6 @@ class RequestParams:
     park: ParkOrder | None = None
     park_token_ids: list[int] = field(default_factory=list)
     restore_id: str | None = None  # a parked prefill, to go on with
-    unpark: list[str] = field(default_factory=list)  # parked prefills that nobody wants any more
     batch_id: int = 0
     batch_size: int = 1
     # store the segments' KV instead of reusing it: the prompt is an anchor and one chunk
@@ -122,7 +121,6 @@ class StepMeta:
 
     batches: list[BatchJob] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
-    unpark: list[str] = field(default_factory=list)
     num_layers: int = 0  # how many layers to advance this step
 
 

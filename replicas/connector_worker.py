@@ -300,8 +300,6 @@ class WorkerSide:
     @torch.inference_mode()
     def run_step(self, meta: StepMeta) -> None:
         """Take in new batches and advance by the step's number of layers."""
-        for park_id in meta.unpark:
-            self._parking.drop(park_id)
         for restore in meta.restores:
             self._restore(restore)
         for job in meta.batches:
@@ -312,6 +310,10 @@ class WorkerSide:
             if not lane.has_work:
                 return
             self._advance(lane)
+
+    def drop_parked(self, park_id: str) -> None:
+        """Nobody goes on with this parked prefill."""
+        self._parking.drop(park_id)
 
     @torch.inference_mode()
     def take_finished(self, aborted: set[str]) -> set[str]:

@@ -30,6 +30,9 @@ def prepare_environment(config: EngineConfig) -> None:
     # vLLM would split the keys of a lone request over threads that then wait for each other: one
     # query over 4,096 keys took ten times as long and more
     os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
+    # oneDNN keeps a kernel for each number of rows that it has seen, a thousand by default: that
+    # grows for hours, as prompts and selections have all lengths
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         # vLLM would bind each engine's threads to the same first cores; the kernel spreads
         # several engines better. `OMP_NUM_THREADS` says how many threads each has.

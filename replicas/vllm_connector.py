@@ -143,6 +143,10 @@ class CacheSmithConnector(KVConnectorBase_V1):
         arena = ArenaView(self._directory, self._layout)
         self._worker = WorkerSide(arena, model, settings, MonotonicClock())
 
+    def drop_parked(self, park_id: str) -> None:
+        if self._worker is not None:
+            self._worker.drop_parked(park_id)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is None:
             return  # vLLM's warm-up steps

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -58,7 +58,7 @@ class VllmEngine:
         self._prefilling = 0  # requests without their first token
         self._running = 0
         self._room = KvRoom()
-        self._abandoned: list[str] = []  # parked prefills whose request has gone
+        self._dropping: set[asyncio.Task[None]] = set()  # parked prefills whose request has gone
         self._ingester: ChunkIngester | None = None
         self._ingesting: asyncio.Task[None] | None = None
 
@@ -204,7 +204,6 @@ class VllmEngine:
         terms = None
         if plan.band is not None:
             terms = CoverageTerms(deadline_ms=self._clock.now_ms() + plan.target_ms, cost=self.cost)
-        abandoned, self._abandoned = self._abandoned, []
         return RequestParams(
             segments=_spans(request),
             cache_salt=request.cache_salt,
@@ -217,7 +216,6 @@ class VllmEngine:
             band=plan.band,
             terms=terms,
             wants_timeline=request.wants_timeline,
-            unpark=abandoned,
             batch_id=ticket.batch_id,
             batch_size=ticket.batch_size,
         )
@@ -314,7 +312,18 @@ class VllmEngine:
                             yield delta_of(out, num_generated, result if out.finished else None)
         finally:
             if is_parked:
-                self._abandoned.append(park_id)
+                self._drop_parked(park_id)
+
+    def _drop_parked(self, park_id: str) -> None:
+        """Tell the ranks; not awaited, since the request may have been cancelled."""
+
+        async def drop() -> None:
+            with suppress(Exception):  # an engine that has ended holds nothing
+                await self._engine.collective_rpc("drop_parked", args=(park_id,))
+
+        task = asyncio.create_task(drop())
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
 
     async def _prefill_parked(
         self, request: RagRequest, params: RequestParams, park_id: str

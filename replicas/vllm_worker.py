@@ -25,3 +25,7 @@ class CacheSmithWorker(BaseWorker):
             connector = get_kv_transfer_group()
             assert isinstance(connector, CacheSmithConnector)
             connector.bind_model_runner(self.model_runner)
+
+    def drop_parked(self, park_id: str) -> None:
+        """Called through the engine, between two steps."""
+        get_kv_transfer_group().drop_parked(park_id)

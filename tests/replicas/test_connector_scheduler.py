@@ -313,14 +313,6 @@ def test_going_on_restores_all_of_the_prompt(side):
     assert side.finished("b") is None  # the parked request has told all
 
 
-def test_what_is_parked_for_nobody_is_let_go(side):
-    side.arrived("b", RequestParams(restore_id="park-1"), num_prompt_tokens=31)
-    assert side.finished("b") is None  # aborted before it had blocks
-    side.arrived("c", params(unpark=["park-2"]), num_prompt_tokens=30)
-    assert side.step(decoding=False).unpark == ["park-1", "park-2"]
-    assert side.step(decoding=False).unpark == []
-
-
 # ---- what a batch shares ----
 
 
@@ -357,7 +349,6 @@ def test_everything_survives_the_wire():
         terms=CoverageTerms(deadline_ms=12.5, cost=cost),
         park=PARK,
         park_token_ids=[1, 2],
-        unpark=["x"],
         wants_timeline=True,
     )
     assert RequestParams.from_wire(json.loads(json.dumps(sent.to_wire()))) == sent

@@ -294,7 +294,8 @@ def test_a_parked_prefill_that_is_gone_is_vllms_to_compute(side):
     tokens = random_tokens(random.Random(1), 40, 40)
     run(side, batch(parked_job("a", tokens)))
     side.take_report()
-    side.run_step(StepMeta(unpark=["park-a", "park-unknown"]))
+    side.drop_parked("park-a")
+    side.drop_parked("park-unknown")
     side.run_step(StepMeta(restores=[restore("a", 40, [0, 1, 2])]))
     assert side.take_failed_blocks() == {0, 1, 2}
     assert side.take_report().jobs["a-rest"].failed

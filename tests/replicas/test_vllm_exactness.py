@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -11,7 +12,9 @@ from planner.types import SamplingOptions, Signal
 from replicas import vllm_args
 from tests.replicas.vllm_harness import (
     ANCHOR,
+    GREEDY,
     NUM_LAYERS,
+    Answer,
     ask,
     ask_batch,
     assert_same,
@@ -31,12 +34,29 @@ EXACT = [
     {"coverage": 0.0, "warmup_depth": NUM_LAYERS, "probe_len": 0},
 ]
 
+SHORT = replace(GREEDY, max_tokens=4)
+# (w, p): none, a Probe alone, one layer, a deep Probe, a late one, all layers, and no Probe
+DEPTHS = [(0, 0), (0, 1), (1, 1), (1, 3), (3, 1), (0, NUM_LAYERS), (2, 0), (NUM_LAYERS, 0)]
+
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=[1, 2], ids=["tp1", "tp2"])
 async def engine(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     async with running_engine(folder, tensor_parallel_size=request.param) as engine:
         yield engine
+
+
+def anchor_of(engine) -> tuple[int, ...]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(engine._config.model_dir)
+    return tuple(tokenizer.encode(ANCHOR, add_special_tokens=False))
+
+
+async def each_alone(engine, request, plans: list[dict]) -> list[Answer]:
+    """One request under several plans at once, each a batch of its own."""
+    tickets = [make_ticket(100 + i, **plan) for i, plan in enumerate(plans)]
+    return await asyncio.gather(*(ask(engine, request, ticket) for ticket in tickets))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -56,11 +76,84 @@ async def test_exact_configurations_answer_as_plain_vllm(engine, lengths):
         assert warm.result.coverage == 1.0
 
 
-async def test_one_chunk_behind_its_own_anchor_needs_no_recomputation(engine):
-    from transformers import AutoTokenizer
+@pytest.mark.parametrize("signal", list(Signal), ids=str)
+async def test_recomputing_everything_is_exact_with_every_signal(engine, signal):
+    """All coverage behind every kind of (w, p), and WarmUp through all layers at any coverage."""
+    request = make_request(random.Random(f"all {signal}"), [60, 1, 90], sampling=SHORT)
+    plain = await ask(engine, request)
+    await store(engine, request)
+    plans = [{"coverage": 1.0, "warmup_depth": w, "probe_len": p} for w, p in DEPTHS]
+    plans += [{"coverage": r, "warmup_depth": NUM_LAYERS, "probe_len": 0} for r in (0.0, 0.3)]
+    answers = await each_alone(engine, request, [{**plan, "signal": signal} for plan in plans])
+    for answer in answers:
+        assert_same(answer, plain)
+        assert answer.result.num_miss_tokens == 0
+        assert answer.result.coverage == 1.0
+        assert not answer.result.recovered
 
-    tokenizer = AutoTokenizer.from_pretrained(engine._config.model_dir)
-    anchor = tuple(tokenizer.encode(ANCHOR, add_special_tokens=False))
+
+@pytest.mark.parametrize("signal", list(Signal), ids=str)
+async def test_a_chunk_behind_its_own_prefix_is_exact_with_every_signal(engine, signal):
+    """At no coverage nothing is recomputed; at some, tokens become what they were before."""
+    request = make_request(
+        random.Random(f"own {signal}"), [130], prefix=anchor_of(engine), sampling=SHORT
+    )
+    plain = await ask(engine, request)
+    await store(engine, request)
+    plans = [
+        {"coverage": r, "warmup_depth": w, "probe_len": p, "signal": signal}
+        for w, p in DEPTHS
+        for r in (0.0, 0.25)
+    ]
+    for plan, answer in zip(plans, await each_alone(engine, request, plans), strict=True):
+        assert_same(answer, plain)
+        if plan["coverage"] == 0.0:
+            share = plan["warmup_depth"] == NUM_LAYERS
+            assert answer.result.coverage == share
+
+
+@pytest.mark.parametrize("signal", list(Signal), ids=str)
+async def test_a_request_is_answered_alone_as_among_others_with_every_signal(engine, signal):
+    rng = random.Random(f"batch {signal}")
+    requests = [make_request(rng, lengths, sampling=SHORT) for lengths in LENGTHS]
+    for request in requests:
+        await store(engine, request)
+    for batch_id, (w, p) in enumerate([(0, 1), (1, 1), (0, NUM_LAYERS), (2, 0)], start=200):
+        plans = [
+            {"coverage": r, "warmup_depth": w, "probe_len": p, "signal": signal}
+            for r in (0.3, 0.0, 0.5, 1.0, 0.2)
+        ]
+        # all of the last one's chunks are missing: a tenant's first request
+        asked = [*requests[:-1], replace(requests[-1], cache_salt=f"together {batch_id}")]
+        together = await ask_batch(engine, asked, batch_id, plans)
+        asked[-1] = replace(requests[-1], cache_salt=f"alone {batch_id}")
+        for request, plan, member in zip(asked, plans, together, strict=True):
+            alone = await ask(engine, request, make_ticket(**plan))
+            assert_same(member, alone)
+            assert member.result.coverage == alone.result.coverage
+            assert (member.result.batch_size, alone.result.batch_size) == (len(requests), 1)
+
+
+@pytest.mark.parametrize("signal", list(Signal), ids=str)
+async def test_chunks_may_change_places_and_come_back_with_every_signal(engine, signal):
+    request = make_request(random.Random(f"order {signal}"), [50, 70, 30, 9], sampling=SHORT)
+    turned = replace(request, chunks=request.chunks[2:] + request.chunks[:2])
+    await store(engine, request)
+    some = make_ticket(coverage=0.3, signal=signal)
+    before = await ask(engine, request, some)
+    between = await ask(engine, turned, some)
+    after = await ask(engine, request, some)
+    assert_same(after, before)
+    assert after.result.coverage == before.result.coverage
+    assert between.result.num_miss_tokens == 0
+    assert abs(between.logprobs[0] - before.logprobs[0]) > 1e-3  # the order does matter
+    everything = make_ticket(coverage=1.0, signal=signal)
+    for asked in (turned, request):
+        assert_same(await ask(engine, asked, everything), await ask(engine, asked))
+
+
+async def test_one_chunk_behind_its_own_anchor_needs_no_recomputation(engine):
+    anchor = anchor_of(engine)
     rng = random.Random(1)
     for length in (1, 100, 400):
         request = make_request(rng, [length], prefix=anchor)
@@ -168,8 +261,6 @@ async def test_chunks_in_another_order_and_place_hit(engine):
     rng = random.Random(5)
     first = make_request(rng, [60, 90, 30])
     await store(engine, first)
-    from dataclasses import replace
-
     moved = replace(first, chunks=first.chunks[::-1], prefix_ids=first.prefix_ids * 3)
     answer = await ask(engine, moved, make_ticket(coverage=1.0))
     assert answer.result.num_miss_tokens == 0

@@ -1,6 +1,7 @@
 """Damaged chunks, aborts, missing members, a dead engine: recomputed or refused, never wrong."""
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -9,20 +10,26 @@ from dataclasses import replace
 import psutil
 import pytest
 import pytest_asyncio
+import torch
 
 from kv_tier.arena_view import ArenaView
+from kv_tier.layout import pack_header
 from kv_tier.store import ChunkQuery
-from planner.types import SamplingOptions
+from planner.types import SamplingOptions, Signal
 from replicas.interface import EngineDeadError, PromptTooLongError
 from tests.replicas.vllm_harness import (
+    NUM_LAYERS,
     ask,
     ask_batch,
+    assert_idle,
     assert_same,
+    held,
     make_request,
     make_ticket,
     running_engine,
     store,
     tokens,
+    until,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -32,16 +39,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 async def engine(tmp_path_factory):
     # blocks for 8 requests of 1,000 tokens and little more: a leak would be felt
     async with running_engine(
-        tmp_path_factory.mktemp("model"), kv_cache_memory_bytes=9 * 1024 * 2048
+        tmp_path_factory.mktemp("model"), inspected=True, kv_cache_memory_bytes=9 * 1024 * 2048
     ) as engine:
         yield engine
-
-
-async def until(condition, seconds: float = 10.0) -> None:
-    """Wait for something that happens on another process's time."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def location_in(engine, chunk, salt=""):
@@ -52,10 +52,56 @@ def location_in(engine, chunk, salt=""):
     return lease.location
 
 
+def arena_of(engine) -> ArenaView:
+    return ArenaView(engine._tier.config.directory, engine._tier.config.layout)
+
+
 def flip_a_byte(engine, location, layer: int) -> None:
-    arena = ArenaView(engine._tier.config.directory, engine._tier.config.layout)
-    k, _ = arena.read_layer(location, layer, 0, 1)
+    k, _ = arena_of(engine).read_layer(location, layer, 0, 1)
     k[0, 0, 0] += 1.0
+
+
+def store_nan(engine, location, layer: int, part: str) -> None:
+    """NaN as if it had been computed: the checksums are right."""
+    arena = arena_of(engine)
+    num_heads = engine._tier.config.layout.num_kv_heads
+    k, v = (x.clone() for x in arena.read_layer(location, layer, 0, num_heads))
+    {"k": k, "v": v}[part][-1, 7] = math.nan
+    arena.write_layer(location, layer, 0, k, v)
+
+
+def foreign_header(engine, location, chunk) -> None:
+    """What an engine with another layout would have left there, whole."""
+    header = pack_header(
+        replace(engine._tier.config.layout, head_dim=64), location.key, location.num_tokens
+    )
+    arena_of(engine).mapping[location.offset : location.offset + len(header)] = torch.frombuffer(
+        bytearray(header), dtype=torch.uint8
+    )
+
+
+def other_entry(engine, location, chunk) -> None:
+    """Another chunk's intact entry of the same size."""
+    other = location_in(engine, chunk)
+    mapping = arena_of(engine).mapping
+    mapping[location.offset : location.offset + location.nbytes] = mapping[
+        other.offset : other.offset + other.nbytes
+    ].clone()
+
+
+async def start_decode(engine, rng, length: int = 20) -> asyncio.Task:
+    """A request that decodes until it is stopped."""
+    endless = SamplingOptions(max_tokens=1500, temperature=0.0, ignore_eos=True)
+    decoding = engine.load().num_running
+    task = asyncio.create_task(ask(engine, make_request(rng, [length], sampling=endless)))
+    await until(lambda: engine.load().num_running == decoding + 1)
+    return task
+
+
+async def stop(task: asyncio.Task) -> None:
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_damaged_chunk_is_recomputed_and_thrown_out(engine):
@@ -90,6 +136,66 @@ async def test_the_others_of_a_batch_do_not_feel_a_damaged_chunk(engine):
     assert_same(answers[0], clean[0])
     assert_same(answers[1], plain)
     assert_same(answers[2], clean[2])
+
+
+@pytest.mark.parametrize("put", [foreign_header, other_entry], ids=lambda put: put.__name__)
+async def test_what_is_not_this_chunk_in_this_layout_is_never_used(engine, put):
+    rng = random.Random(f"foreign {put.__name__}")
+    requests = [make_request(rng, [60, 61]) for _ in range(2)]
+    plain = await ask(engine, requests[0])
+    for request in requests:
+        await store(engine, request)
+    beside = await ask(engine, requests[1], make_ticket(coverage=0.3))
+    put(engine, location_in(engine, requests[0].chunks[0]), requests[1].chunks[0])
+    answers = await ask_batch(engine, requests, 20, [{"coverage": 0.3}] * 2)
+    assert [a.result.recovered for a in answers] == [True, False]
+    assert_same(answers[0], plain)
+    assert_same(answers[1], beside)
+    assert engine._tier.contains([engine._keys.key(requests[0].chunks[0])]) == [False]
+    await assert_idle(engine)
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("layer", [1, 3])  # WarmUp computes layer 0
+@pytest.mark.parametrize("signal", list(Signal), ids=str)
+async def test_stored_nan_reaches_no_answer(engine, signal, layer, part):
+    """Right checksums over KV that is not finite: recomputed or as if it were not there."""
+    rng = random.Random(f"nan {signal} {layer} {part}")
+    requests = [make_request(rng, [50, 40 + i]) for i in range(3)]
+    plans = [{"coverage": 0.3, "signal": signal}] * 3
+    plain = await ask(engine, requests[1])
+    await engine.ingest(requests[1].chunks[1])
+    missing = await ask(engine, requests[1], make_ticket(**plans[1]))
+    for request in requests:
+        await store(engine, request)
+    alone = [await ask(engine, r, make_ticket(**p)) for r, p in zip(requests, plans, strict=True)]
+    store_nan(engine, location_in(engine, requests[1].chunks[0]), layer, part)
+    answers = await ask_batch(engine, requests, 21, plans)
+    assert_same(answers[0], alone[0])
+    assert_same(answers[2], alone[2])
+    assert_same(answers[1], plain if answers[1].result.recovered else missing)
+    # all rows computed anew: what is stored is of no account
+    assert_same(await ask(engine, requests[1], make_ticket(coverage=1.0, signal=signal)), plain)
+    await assert_idle(engine)
+
+
+async def test_nan_in_vllms_blocks_reaches_nobody_who_gets_them_next(engine):
+    rng = random.Random("nan blocks")
+    poisoned = [make_request(rng, [300, 300, 300]) for _ in range(6)]
+    for request in poisoned:
+        await store(engine, request)
+        for chunk in request.chunks:
+            store_nan(engine, location_in(engine, chunk), 3, "v")
+    later = [make_request(rng, [250 + 40 * i, 111, 222]) for i in range(6)]
+    plains = await asyncio.gather(*(ask(engine, r) for r in later))
+    await asyncio.gather(*(ask(engine, r, make_ticket(coverage=0.0)) for r in poisoned))
+    for ticket in (None, make_ticket(coverage=1.0)):
+        answers = await asyncio.gather(
+            *(ask(engine, r) if ticket is None else ask(engine, r, ticket) for r in later)
+        )
+        for answer, plain in zip(answers, plains, strict=True):
+            assert_same(answer, plain)
+    await assert_idle(engine)
 
 
 async def test_missed_chunks_are_stored_when_the_engine_is_idle(engine):
@@ -184,6 +290,87 @@ async def test_aborts_at_any_time_leak_nothing(engine):
     await until(lambda: engine._tier.stats().num_reservations == 0)
     assert engine._tier.check_integrity() == []
     assert engine.load().num_running == engine.load().num_waiting == 0
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2], ids="member{}".format)
+async def test_an_abort_between_two_slices_leaves_the_others_right(engine, leaver):
+    """Beside a decode each step has one layer, so that the abort comes in the middle."""
+    rng = random.Random(f"slices {leaver}")
+    requests = [make_request(rng, [200, 70 + i, 90]) for i in range(3)]
+    plans = [{"coverage": r, "warmup_depth": 2} for r in (1.0, 0.4, 1.0)]
+    for request in requests:
+        await store(engine, request)
+    alone = [await ask(engine, r, make_ticket(**p)) for r, p in zip(requests, plans, strict=True)]
+    decode = await start_decode(engine, rng)
+    tasks = [
+        asyncio.create_task(ask(engine, r, make_ticket(30 + leaver, 3, **p)))
+        for r, p in zip(requests, plans, strict=True)
+    ]
+    while not (now := await held(engine))["running"]:
+        assert not any(task.done() for task in tasks)
+    assert (now["prefilling"], now["decoding"]) == (3, 1)
+    tasks[leaver].cancel()
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(answers[leaver], asyncio.CancelledError)
+    for idx, answer in enumerate(answers):
+        if idx != leaver:
+            assert_same(answer, alone[idx])
+            assert answer.result.batch_size == 3  # it walked with the leaver's rows to the end
+            assert answer.result.coverage == alone[idx].result.coverage
+    await stop(decode)
+    await assert_idle(engine)
+
+
+async def test_an_aborted_member_writes_nothing_into_blocks_that_others_have_now(engine):
+    """Its rows walk on with the batch while prompts of vLLM's own prefill fill every block."""
+    rng = random.Random("blocks")
+    cache = engine._engine.vllm_config.cache_config
+    deep = {"signal": Signal.QCI, "warmup_depth": 0, "probe_len": NUM_LAYERS, "coverage": 0.5}
+    requests = [make_request(rng, [200, 150, 100]) for _ in range(2)]
+    for request in requests:
+        await store(engine, request)
+    alone = await ask(engine, requests[0], make_ticket(**deep))
+    decodes = [await start_decode(engine, rng, length=1700) for _ in range(3)]
+    tasks = [asyncio.create_task(ask(engine, r, make_ticket(50, 2, **deep))) for r in requests]
+    while not (before := await held(engine))["running"]:
+        assert not any(task.done() for task in tasks)
+    tasks[1].cancel()
+    while (now := await held(engine))["blocks"] >= before["blocks"]:
+        assert not tasks[0].done()
+    assert now["running"] == 1  # the Probe still; the Patch writes
+    num_free = cache.num_gpu_blocks - 1 - now["blocks"]
+    lengths = [cache.block_size * (num_free // 2) - 60, cache.block_size * (-(-num_free // 2)) - 60]
+    fill = [make_request(rng, [n]) for n in lengths]
+    filled = await asyncio.gather(*(ask(engine, r) for r in fill))
+    assert_same(await tasks[0], alone)
+    for decode in decodes:
+        await stop(decode)
+    for answer, request in zip(filled, fill, strict=True):
+        assert_same(answer, await ask(engine, request))
+    await assert_idle(engine)
+
+
+async def test_a_preempted_request_is_computed_again_and_right(engine):
+    """Eight answers outgrow the blocks: vLLM takes them from requests that were prefilled by reuse,
+    and computes these prompts itself when it has blocks again."""
+    rng = random.Random("preempted")
+    long = SamplingOptions(max_tokens=180, temperature=0.0, ignore_eos=True, logprobs=True)
+    requests = [make_request(rng, [400, 300, 270], sampling=long) for _ in range(8)]
+    plains = await asyncio.gather(*(ask(engine, r) for r in requests[:4]))
+    plains += await asyncio.gather(*(ask(engine, r) for r in requests[4:]))
+    for request in requests:
+        await store(engine, request)
+    reusing = asyncio.gather(
+        *(ask(engine, r, make_ticket(40 + i, coverage=1.0)) for i, r in enumerate(requests))
+    )
+    num_preempted = 0
+    while not reusing.done():
+        num_preempted = max(num_preempted, (await held(engine))["preempted"])
+    assert num_preempted > 0
+    for answer, plain in zip(await reusing, plains, strict=True):
+        assert_same(answer, plain)
+        assert answer.result.cached_tokens["host"] > 0  # its first prefill was by reuse
+    await assert_idle(engine)
 
 
 async def test_a_store_smaller_than_its_use_evicts(engine):

@@ -3,10 +3,12 @@
 import asyncio
 import random
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from kv_tier.host_tier import HostTier
 from planner.types import (
@@ -17,6 +19,7 @@ from planner.types import (
     Signal,
     Ticket,
 )
+from replicas import vllm_args
 from replicas.config import EngineConfig
 from replicas.vllm_engine import VllmEngine
 from tests.tiny_models import make_tiny_qwen3
@@ -49,9 +52,16 @@ def tiny_config(folder: Path, arena: Path, **overrides) -> EngineConfig:
 
 
 @asynccontextmanager
-async def running_engine(folder: Path, **overrides) -> AsyncIterator[VllmEngine]:
-    """An engine with an arena of its own, both gone afterwards."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cachesmith-test-") as arena:
+async def running_engine(
+    folder: Path, *, inspected: bool = False, **overrides
+) -> AsyncIterator[VllmEngine]:
+    """An engine with an arena of its own, both gone afterwards. `held` needs an inspected one."""
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cachesmith-test-") as arena,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        if inspected:
+            patch.setattr(vllm_args, "CONNECTOR_MODULE", "tests.replicas.inspected_connector")
         engine = VllmEngine(tiny_config(folder, Path(arena) / "tier", **overrides))
         try:
             await engine.start()
@@ -126,6 +136,42 @@ async def store(engine: VllmEngine, request: RagRequest) -> None:
     """Every chunk of a request in the store."""
     for chunk in request.chunks:
         await engine.ingest(chunk, cache_salt=request.cache_salt)
+
+
+async def held(engine: VllmEngine) -> dict[str, int]:
+    """What the engine's processes and the host tier hold now; the engine must be `inspected`."""
+    core = engine._engine
+    ranks = await core.collective_rpc("held_by_worker")
+    stats = engine._tier.stats()
+    return {
+        **await core.engine_core.call_utility_async("held_by_scheduler"),
+        **{name: sum(rank[name] for rank in ranks) for name in ranks[0]},
+        "answering": len(core.output_processor.request_states),
+        "leases": stats.num_leases,
+        "reservations": stats.num_reservations,
+        "retired": stats.num_retired,
+        "ingests": engine.load().num_ingest_backlog,
+        "prefilling": engine.load().num_waiting,
+        "decoding": engine.load().num_running,
+    }
+
+
+async def assert_idle(engine: VllmEngine, seconds: float = 30) -> None:
+    """Soon nothing is held: what was aborted or missed ends after its answer."""
+    now: dict[str, int] = {}
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while any((now := await held(engine)).values()):
+                await asyncio.sleep(0.01)
+    assert not any(now.values()), now
+    assert engine._tier.check_integrity() == []
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for something that happens on another process's time."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def assert_same(answer: Answer, plain: Answer) -> None:
