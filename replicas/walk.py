@@ -142,7 +142,8 @@ class Walk:
                     cos, sin = (part[rows] for part in self._rotary)
                     self._fused(*loaded, cos, sin, k, v, self._row_ids[rows])
                 else:
-                    k[rows], v[rows] = loaded[0].transpose(0, 1), loaded[1].transpose(0, 1)
+                    scatter_heads(k[rows], loaded[0])
+                    scatter_heads(v[rows], loaded[1])
             if self._fused is None:  # in one sweep: what is zero stays zero
                 k = model.rotate(layer, batch.positions, k)
             if self._fill is not None:
@@ -168,6 +169,21 @@ class Walk:
 
 def pick(projected: Projection, at: Tensor) -> Projection:
     return Projection(projected.q[at], projected.k[at], projected.v[at], projected.residual[at])
+
+
+def scatter_heads(out: Tensor, stored: Tensor) -> None:
+    """One piece of stored KV to its rows, whatever the device.
+
+    out: [num_tokens, num_kv_heads, head_dim]; stored: [num_kv_heads, num_tokens, head_dim]
+    """
+    word = torch.int64
+    is_plain = out.device.type == stored.device.type == "cpu" and out.dtype == stored.dtype
+    if is_plain and stored.is_contiguous() and out.shape[2] * out.element_size() % 8 == 0:
+        # NumPy in words of eight bytes: torch moves single elements, and wakes its threads for it
+        words = stored.view(word).numpy().transpose(1, 0, 2)
+        out.view(word).numpy()[...] = words
+    else:
+        out.copy_(stored.transpose(0, 1))
 
 
 def fused_stitch(device: torch.device) -> Callable[..., None] | None:

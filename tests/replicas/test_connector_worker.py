@@ -14,7 +14,7 @@ from planner.cost_model import CostModel
 from planner.types import Signal
 from replicas.batch import BatchJob, Capture, CoverageTerms, PrefillJob, Segment, SegmentKind
 from replicas.connector_types import Restore, StepMeta
-from replicas.connector_worker import WorkerSettings, WorkerSide
+from replicas.connector_worker import WorkerSettings, WorkerSide, _is_finite
 from replicas.parking import FirstTokenSampling, ParkOrder
 from tests.fakes.fake_clock import FakeClock
 from tests.replicas.harness import full_kv, random_tokens, tiny_model
@@ -416,3 +416,17 @@ def test_a_timeline_goes_to_those_who_ask(side):
     assert sum(s.duration_ms for s in spans) == pytest.approx(
         totals.compute_ms - totals.pause_ms, rel=1e-6
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_value_that_is_not_finite_is_seen(dtype):
+    torch.manual_seed(0)
+    largest = torch.finfo(dtype).max
+    fine = torch.randn(2, 5, 8).to(dtype)
+    fine[0, 0, 0], fine[1, 4, 7] = largest, -largest
+    assert _is_finite((fine, fine))
+    for bad in (float("nan"), float("inf"), -float("inf"), -float("nan")):
+        one = fine.clone()
+        one[1, 2, 3] = bad
+        assert not _is_finite((fine, one))
+        assert not _is_finite((one[1:], fine))
