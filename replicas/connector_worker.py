@@ -299,6 +299,7 @@ class WorkerSide:
         self._settings = settings
         self._clock = clock
         self._parking = ParkingLot(model.num_layers, model.device)
+        self._unwanted: set[str] = set()  # parked prefills to drop when they end
         self._requests = _Lane()
         self._ingests = _Lane()
         self._finished: set[str] = set()
@@ -316,12 +317,15 @@ class WorkerSide:
         for _ in range(meta.num_layers):
             lane = self._requests if self._requests.has_work else self._ingests
             if not lane.has_work:
+                self._unwanted.clear()
                 return
             self._advance(lane)
 
     def drop_parked(self, park_id: str) -> None:
-        """Nobody goes on with this parked prefill."""
+        """Nobody goes on with this parked prefill, which may still be on its way: its abort comes
+        with a step, and that step's layers may be its last."""
         self._parking.drop(park_id)
+        self._unwanted.add(park_id)
 
     @torch.inference_mode()
     def take_finished(self, aborted: set[str]) -> set[str]:
@@ -387,6 +391,8 @@ class WorkerSide:
             report = reports.get(request.request_id)
             if report is not None and report.failed:
                 self._failed_blocks.update(request.block_ids)
+            if request.park is not None and request.park.park_id in self._unwanted:
+                self._parking.drop(request.park.park_id)
         self._reports.update(reports)
         self._finished.update(reports)
         lane.running = None

@@ -314,6 +314,18 @@ def test_an_abort_in_mid_walk_frees_the_parked_layers(side):
     assert len(side._parking) == 0
 
 
+def test_what_is_dropped_while_it_walks_does_not_come_back(side):
+    """The abort may reach the rank in the step in which the walk ends, or after it."""
+    tokens = random_tokens(random.Random(2), 40, 40)
+    run(side, batch(parked_job("a", tokens)), num_layers=2)
+    side.drop_parked("park-a")
+    run(side)
+    side.take_finished({"a"})
+    assert len(side._parking) == 0
+    run(side)
+    assert side._unwanted == set()
+
+
 def test_unreadable_stored_kv_parks_nothing(side, model, tier):
     chunk = random_tokens(random.Random(4), 20, 20)
     location = stored_chunk(side, tier, chunk)
