@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kv_tier.host_tier import HostTier
+from planner.cost_model import CostModel
 from planner.types import (
     PrefillResult,
     RagRequest,
@@ -19,7 +20,7 @@ from planner.types import (
     Signal,
     Ticket,
 )
-from replicas import vllm_args
+from replicas import vllm_args, vllm_engine
 from replicas.config import EngineConfig
 from replicas.vllm_engine import VllmEngine
 from tests.tiny_models import make_tiny_qwen3
@@ -55,11 +56,13 @@ def tiny_config(folder: Path, arena: Path, **overrides) -> EngineConfig:
 async def running_engine(
     folder: Path, *, inspected: bool = False, **overrides
 ) -> AsyncIterator[VllmEngine]:
-    """An engine with an arena of its own, both gone afterwards. `held` needs an inspected one."""
+    """An engine with an arena of its own, both gone afterwards. `held` needs an inspected one. The
+    cost is made up: measuring it takes as long as the rest of the start."""
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cachesmith-test-") as arena,
         pytest.MonkeyPatch.context() as patch,
     ):
+        patch.setattr(vllm_engine, "measure_cost", _no_measurement)
         if inspected:
             patch.setattr(vllm_args, "CONNECTOR_MODULE", "tests.replicas.inspected_connector")
         engine = VllmEngine(tiny_config(folder, Path(arena) / "tier", **overrides))
@@ -136,6 +139,17 @@ async def store(engine: VllmEngine, request: RagRequest) -> None:
     """Every chunk of a request in the store."""
     for chunk in request.chunks:
         await engine.ingest(chunk, cache_salt=request.cache_salt)
+
+
+async def _no_measurement(engine: VllmEngine, *, num_layers: int) -> CostModel:
+    return CostModel(
+        num_layers=num_layers,
+        fixed_ms=10.0,
+        row_ms=0.01,
+        pair_ms=0.0,
+        selected_pair_ms=0.0,
+        reuse_ms=0.0,
+    )
 
 
 async def held(engine: VllmEngine) -> dict[str, int]:
