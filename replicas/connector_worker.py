@@ -62,14 +62,17 @@ def _is_finite(parts: Sequence[Tensor]) -> bool:
     Without their sign, floating-point numbers are ordered like the integers of the same bits.
     """
     for part in parts:
-        bits = part.view(_BITS[part.element_size()])
-        infinity = torch.tensor(torch.inf, dtype=part.dtype).view(bits.dtype).item()
-        if np.bitwise_and(bits.numpy(), torch.iinfo(bits.dtype).max).max() >= infinity:
+        bits = part.view(_BITS[part.dtype])
+        magnitudes = np.bitwise_and(bits.numpy(), torch.iinfo(bits.dtype).max)
+        if magnitudes.max() >= _INFINITY[part.dtype]:
             return False
     return True
 
 
-_BITS = {2: torch.int16, 4: torch.int32}
+_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+_INFINITY = {
+    dtype: torch.tensor(torch.inf, dtype=dtype).view(bits).item() for dtype, bits in _BITS.items()
+}
 
 
 class PagedSink:

@@ -279,14 +279,11 @@ class VllmEngine:
                     return
                 self._saw_token(watch)
                 result = self._result(request, ticket, answer, watch)
-                first, finish_reason = (
-                    answer.first_token,
-                    self._requests.finish_reason(answer, options),
-                )
+                first = answer.first_token
+                finish_reason = self._requests.finish_reason(answer, options)
+                is_text = finish_reason != "stop"  # else a token that ends the answer
                 yield GenerationDelta(
-                    text=""
-                    if finish_reason == "stop"
-                    else self._requests.text_of(prompt_ids, first),
+                    text=self._requests.text_of(prompt_ids, first) if is_text else "",
                     num_generated=1,
                     token_ids=(first,),
                     logprobs=(answer.first_logprob,) if options.logprobs else None,
