@@ -31,37 +31,41 @@ example:
 
 
 def add_parsers(commands: Any) -> None:
-    ingest = commands.add_parser(
+    def add_command(name: str, **texts: str) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = commands.add_parser(
+            name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+        )
+        parser.add_argument(
+            "--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})"
+        )
+        return parser
+
+    ingest = add_command(
         "ingest",
         help="compute documents' KV ahead",
         description="Send documents to a running server, which computes and stores their KV.",
         epilog=_INGEST_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ingest.add_argument(
         "--file", type=Path, required=True, metavar="JSONL", help="documents, one a line"
     )
-    ingest.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
     ingest.add_argument("--cache-salt", default=None, help="tenant that the chunks belong to")
     ingest.set_defaults(run=_ingest)
 
-    status = commands.add_parser(
+    status = add_command(
         "status",
         help="show what a running server does",
         description="Show health, replicas and request counts of a running server. "
         "Exit code 1 if it is not ready.",
         epilog="example:\n  cachesmith status --url http://127.0.0.1:8000\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    status.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
     status.set_defaults(run=_status)
 
-    trace = commands.add_parser(
+    trace = add_command(
         "trace",
         help="see where one request's time goes",
         description="Send a request to a running server and save the timeline of its prefill.",
         epilog=_TRACE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     trace.add_argument(
         "--request", type=Path, required=True, metavar="JSON", help="file with the request's body"
@@ -73,7 +77,6 @@ def add_parsers(commands: Any) -> None:
         metavar="FILE",
         help="where the trace goes (default: trace.json)",
     )
-    trace.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
     trace.set_defaults(run=_trace)
 
 
