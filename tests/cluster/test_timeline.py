@@ -3,25 +3,13 @@
 import json
 
 from cluster.timeline import chrome_trace
-from planner.types import PhaseSpan, PrefillResult, PrefillTimings, Signal
+from planner.types import PhaseSpan, PrefillResult, PrefillTimings
+from tests.fakes.records import prefill_result
 
 
 def result(*spans: PhaseSpan) -> PrefillResult:
-    return PrefillResult(
-        policy="adaptive",
-        signal=Signal.KV_DEV,
-        warmup_depth=1,
-        probe_len=1,
-        coverage=0.2,
-        num_prompt_tokens=100,
-        num_context_tokens=80,
-        num_miss_tokens=0,
-        num_recomputed_tokens=30,
-        cached_tokens={"host": 80},
-        batch_size=1,
-        timings=PrefillTimings(hold_ms=2.0, first_token_ms=50.0),
-        timeline=spans,
-    )
+    timings = PrefillTimings(hold_ms=2.0, first_token_ms=50.0)
+    return prefill_result(timings=timings, timeline=spans)
 
 
 def test_spans_are_complete_events_in_microseconds_from_the_arrival():

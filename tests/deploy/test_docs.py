@@ -18,12 +18,9 @@ from cluster.openai_format import cachesmith_field
 from deploy.settings import ENV_PREFIX, Settings, load_settings
 from planner import (
     MonotonicClock,
-    PrefillResult,
-    PrefillTimings,
-    RequestPlan,
-    Signal,
     policy_names,
 )
+from tests.fakes.records import prefill_result, request_plan
 
 REPO = Path(__file__).resolve().parents[2]
 SETTINGS = (REPO / "docs" / "settings.md").read_text()
@@ -123,29 +120,7 @@ def test_every_endpoint_is_documented():
 
 
 def test_every_field_of_the_answers_report_is_documented():
-    plan = RequestPlan(
-        policy="adaptive",
-        signal=Signal.KV_DEV,
-        warmup_depth=1,
-        probe_len=1,
-        coverage=0.1,
-        expected_ms=1.0,
-        budget_ms=1.0,
-    )
-    result = PrefillResult(
-        policy="adaptive",
-        signal=Signal.KV_DEV,
-        warmup_depth=1,
-        probe_len=1,
-        coverage=0.1,
-        num_prompt_tokens=1,
-        num_context_tokens=1,
-        num_miss_tokens=1,
-        num_recomputed_tokens=1,
-        cached_tokens={},
-        batch_size=1,
-        timings=PrefillTimings(),
-    )
+    plan, result = request_plan(), prefill_result()
     served = Served(
         result=result,
         plan=plan,

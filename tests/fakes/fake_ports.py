@@ -13,18 +13,11 @@ from cluster.messages import (
     RequestOutcome,
     SchedulerStatus,
 )
-from planner import EngineInfo, RagRequest, RequestPlan, RequestProfile, Signal, Ticket
+from planner import EngineInfo, RagRequest, RequestProfile, Ticket
 from replicas.interface import GenerationDelta, PromptTooLongError, RagEngine, StoredChunk
+from tests.fakes.records import request_plan
 
-PLAN = RequestPlan(
-    policy="adaptive",
-    signal=Signal.KV_DEV,
-    warmup_depth=1,
-    probe_len=1,
-    coverage=0.25,
-    expected_ms=10.0,
-    budget_ms=100.0,
-)
+PLAN = request_plan(coverage=0.25)
 
 
 def ready_status(info: EngineInfo, *, replica_ids: Sequence[str] = ("r1",)) -> SchedulerStatus:

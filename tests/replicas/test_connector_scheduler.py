@@ -10,7 +10,7 @@ from kv_tier.host_tier import HostTier, HostTierConfig
 from kv_tier.keys import KeySpace
 from kv_tier.layout import KvLayout
 from planner.cost_model import CostModel
-from planner.types import Deviation, PhaseSpan, PrefillResult, PrefillTimings, Signal
+from planner.types import Deviation, PhaseSpan, PrefillTimings, Signal
 from replicas.batch import CoverageTerms, SegmentKind
 from replicas.connector_scheduler import SchedulerSide, SliceConfig
 from replicas.connector_types import (
@@ -22,6 +22,7 @@ from replicas.connector_types import (
 )
 from replicas.parking import FirstTokenSampling, ParkOrder
 from tests.fakes.fake_clock import FakeClock
+from tests.fakes.records import prefill_result
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
 KEYS = KeySpace(fingerprint="f", kv_dtype="float32", anchor_ids=(1,))
@@ -353,18 +354,8 @@ def test_everything_survives_the_wire():
     )
     assert RequestParams.from_wire(json.loads(json.dumps(sent.to_wire()))) == sent
     answer = ResultParams(
-        result=PrefillResult(
-            policy="p",
+        result=prefill_result(
             signal=Signal.QCI,
-            warmup_depth=1,
-            probe_len=1,
-            coverage=0.5,
-            num_prompt_tokens=3,
-            num_context_tokens=2,
-            num_miss_tokens=1,
-            num_recomputed_tokens=2,
-            cached_tokens={"host": 1},
-            batch_size=1,
             timings=PrefillTimings(fill_ms=1.0),
             timeline=(PhaseSpan(phase="patch", layer=1, start_ms=0.5, duration_ms=2.0),),
         ),

@@ -1,12 +1,11 @@
 """The running cost heeds what went as planned, and only that."""
 
-from dataclasses import replace
-
 import pytest
 
 from planner.cost_model import CostModel
-from planner.types import PrefillResult, PrefillTimings, RequestPlan, Signal, Ticket
+from planner.types import PrefillResult, PrefillTimings, Ticket
 from replicas.cost_tracker import CostTracker
+from tests.fakes.records import prefill_result, request_plan
 
 COST = CostModel(
     num_layers=10, fixed_ms=1.0, row_ms=0.01, pair_ms=0.0, selected_pair_ms=0.0, reuse_ms=0.0
@@ -14,36 +13,18 @@ COST = CostModel(
 
 
 def ticket(**plan) -> Ticket:
-    values = {
-        "policy": "adaptive",
-        "signal": Signal.KV_DEV,
-        "warmup_depth": 1,
-        "probe_len": 1,
-        "coverage": 0.2,
-        "expected_ms": 30.0,
-        "budget_ms": 100.0,
-        "num_cached": 900,
+    made = request_plan(**{"expected_ms": 30.0, "num_cached": 900, **plan})
+    return Ticket(replica_id="r", batch_id=1, batch_size=1, plan=made, queue_ms=0.0)
+
+
+def result(*, coverage=0.2, **fields) -> PrefillResult:
+    base = {
+        "num_prompt_tokens": 1000,
+        "num_context_tokens": 900,
+        "num_recomputed_tokens": 100 + round(coverage * 900),
+        "cached_tokens": {"host": 900},
     }
-    plan = RequestPlan(**{**values, **plan})
-    return Ticket(replica_id="r", batch_id=1, batch_size=1, plan=plan, queue_ms=0.0)
-
-
-def result(*, coverage=0.2, **values) -> PrefillResult:
-    base = PrefillResult(
-        policy="adaptive",
-        signal=Signal.KV_DEV,
-        warmup_depth=1,
-        probe_len=1,
-        coverage=coverage,
-        num_prompt_tokens=1000,
-        num_context_tokens=900,
-        num_miss_tokens=0,
-        num_recomputed_tokens=100 + round(coverage * 900),
-        cached_tokens={"host": 900},
-        batch_size=1,
-        timings=PrefillTimings(),
-    )
-    return replace(base, **values)
+    return prefill_result(**{"coverage": coverage, **base, **fields})
 
 
 def scale_after(made: Ticket, outcome: PrefillResult, first_ms: float) -> float:

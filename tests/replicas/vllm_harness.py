@@ -15,14 +15,13 @@ from planner.cost_model import CostModel
 from planner.types import (
     PrefillResult,
     RagRequest,
-    RequestPlan,
     SamplingOptions,
-    Signal,
     Ticket,
 )
 from replicas import vllm_args, vllm_engine
 from replicas.config import EngineConfig
 from replicas.vllm_engine import VllmEngine
+from tests.fakes.records import request_plan
 from tests.tiny_models import make_tiny_qwen3
 
 NUM_LAYERS = 4
@@ -93,20 +92,12 @@ def make_request(
 
 
 def make_ticket(batch_id: int = 0, batch_size: int = 1, **plan) -> Ticket:
-    values = {
-        "policy": "custom",
-        "signal": Signal.KV_DEV,
-        "warmup_depth": 1,
-        "probe_len": 1,
-        "coverage": 1.0,
-        "expected_ms": 0.0,
-        "budget_ms": 0.0,
-    }
+    exact = {"policy": "custom", "coverage": 1.0, "expected_ms": 0.0, "budget_ms": 0.0}
     return Ticket(
         replica_id="test",
         batch_id=batch_id,
         batch_size=batch_size,
-        plan=RequestPlan(**{**values, **plan}),
+        plan=request_plan(**{**exact, **plan}),
         queue_ms=0.0,
     )
 
