@@ -116,17 +116,7 @@ def random_request(
 
 def ticket(policy: str, config: RecomputeConfig, num_layers: int) -> Ticket:
     """A scheduler's answer with this configuration, for a batch of one."""
-    warmup_depth, probe_len = config.depths(num_layers)
-    plan = RequestPlan(
-        policy=policy,
-        signal=config.signal,
-        warmup_depth=warmup_depth,
-        probe_len=probe_len,
-        coverage=config.coverage,
-        deviation=config.deviation,
-        expected_ms=0.0,
-        budget_ms=0.0,
-    )
+    plan = RequestPlan.of_config(policy, config, num_layers=num_layers)
     return Ticket(replica_id="", batch_id=0, batch_size=1, plan=plan, queue_ms=0.0)
 
 

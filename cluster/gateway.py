@@ -262,21 +262,11 @@ class Gateway:
             deviation=planner.deviation,
             coverage=planner.band.floor,
         )
-        warmup_depth, probe_len = config.depths(self._config.num_layers)
         return Ticket(
             replica_id="",
             batch_id=0,  # the replica that takes it makes it a batch of its own
             batch_size=1,
-            plan=RequestPlan(
-                policy=job.policy,
-                signal=config.signal,
-                warmup_depth=warmup_depth,
-                probe_len=probe_len,
-                coverage=config.coverage,
-                deviation=config.deviation,
-                expected_ms=0.0,
-                budget_ms=0.0,
-            ),
+            plan=RequestPlan.of_config(job.policy, config, num_layers=self._config.num_layers),
             queue_ms=0.0,
         )
 

@@ -160,6 +160,21 @@ class RequestPlan:
     num_cached: int = 0  # stored chunk tokens that the plan counts on
     cost_scale: float = 1.0  # `CostModel.scale` that `expected_ms` was made with
 
+    @classmethod
+    def of_config(cls, policy: str, config: RecomputeConfig, *, num_layers: int) -> "RequestPlan":
+        """A configuration as it is, of a request that nobody has planned."""
+        warmup_depth, probe_len = config.depths(num_layers)
+        return cls(
+            policy=policy,
+            signal=config.signal,
+            warmup_depth=warmup_depth,
+            probe_len=probe_len,
+            coverage=config.coverage,
+            deviation=config.deviation,
+            expected_ms=0.0,
+            budget_ms=0.0,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:

@@ -11,6 +11,7 @@ from planner import (
     PlanInput,
     PrefillShape,
     RecomputeConfig,
+    RequestPlan,
     Signal,
     SlackPlanner,
     SlackPlannerConfig,
@@ -153,3 +154,12 @@ def test_the_deviation_is_the_configs_or_the_servers():
     config = RecomputeConfig(deviation=Deviation.V)
     request = PlanInput(shape=PrefillShape(num_cached=9, num_always=1), config=config)
     assert planner.plan([request], budget_ms=1.0, cost=COST).requests[0].deviation == "v"
+
+
+def test_a_config_is_a_plan_by_itself():
+    config = RecomputeConfig(
+        signal=Signal.QCI, warmup_depth=2, probe_len=None, coverage=0.3, deviation=Deviation.V
+    )
+    made = RequestPlan.of_config("custom", config, num_layers=8)
+    assert (made.signal, made.warmup_depth, made.probe_len) == (Signal.QCI, 2, 6)
+    assert (made.coverage, made.deviation, made.band) == (0.3, Deviation.V, None)

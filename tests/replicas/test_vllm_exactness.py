@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from planner.policies import STATIC_POLICIES
-from planner.types import SamplingOptions, Signal
+from planner.types import RequestPlan, SamplingOptions, Signal
 from replicas import vllm_args
 from tests.replicas.vllm_harness import (
     ANCHOR,
@@ -195,14 +195,8 @@ async def test_every_baseline_runs_and_its_coverage_is_what_it_says(engine):
     await store(engine, request)
     for name, policy in STATIC_POLICIES.items():
         config = policy.for_chunks(lengths)
-        w, p = config.depths(NUM_LAYERS)
-        ticket = make_ticket(
-            policy=name,
-            signal=config.signal,
-            warmup_depth=w,
-            probe_len=p,
-            coverage=config.coverage,
-        )
+        plan = RequestPlan.of_config(name, config, num_layers=NUM_LAYERS)
+        ticket = replace(make_ticket(), plan=plan)
         result = (await ask(engine, request, ticket)).result
         assert result.policy == name
         assert not result.recovered
