@@ -29,7 +29,7 @@ from replicas.arrivals import LayerArrivals
 from replicas.batch import BatchJob, PackedBatch, merge_rows
 from replicas.model import Hidden, LayerwiseModel, Projection
 from replicas.phase_clock import Phase, PhaseClock
-from replicas.probe import Probe, Ranking
+from replicas.probe import FreshKv, Probe, Ranking
 from replicas.selection import selection_size, top_rows
 from replicas.walk import KvSource, PrefillTrace, Rows, Steps, Walk, pick
 
@@ -110,23 +110,27 @@ class ThreePhasePrefill:
 
     def steps(self) -> Steps[None]:
         """Run the phases, yielding after each layer."""
-        hidden = self._model.embed(self.batch.token_ids)
-        everything = self._walk.rows(torch.arange(self.batch.num_rows, device=self._model.device))
-        for layer in range(self._job.warmup_depth):
-            hidden = self._warmup_layer(layer, hidden, everything)
-            yield
+        hidden = yield from self.warm_up()
         if self._job.warmup_depth == self._model.num_layers:
             for piece in self.batch.pieces:  # all of what is stored was computed again
                 self.trace.num_selected[piece.request_idx] += piece.end - piece.start
             return
         self._walk.start_filling(self._job.warmup_depth, hidden)
         self._resolve({})
-        probe, rankings = yield from self._probe(hidden)
+        rankings, fresh = yield from self.probe(hidden)
         self._resolve(rankings)
-        selected = self._select(rankings)
-        yield from self._patch(hidden, selected, probe)
+        yield from self.patch(hidden, self.select(rankings), fresh)
 
     # ---- WarmUp ----
+
+    def warm_up(self) -> Steps[Hidden]:
+        """Layers before `warmup_depth` for all rows; returns what enters the next one."""
+        hidden = self._model.embed(self.batch.token_ids)
+        everything = self._walk.rows(torch.arange(self.batch.num_rows, device=self._model.device))
+        for layer in range(self._job.warmup_depth):
+            hidden = self._warmup_layer(layer, hidden, everything)
+            yield
+        return hidden
 
     def _warmup_layer(self, layer: int, hidden: Hidden, everything: Rows) -> Hidden:
         batch, is_last = self.batch, layer == self._model.num_layers - 1
@@ -177,8 +181,11 @@ class ThreePhasePrefill:
 
     # ---- Probe ----
 
-    def _probe(self, hidden: Hidden) -> Steps[tuple[Probe, dict[int, Ranking]]]:
-        """Rank where it matters: a request that recomputes nothing or everything needs none."""
+    def probe(self, hidden: Hidden) -> Steps[tuple[dict[int, Ranking], FreshKv]]:
+        """Rank where it matters: a request that recomputes nothing or everything needs none.
+
+        hidden: what `warm_up` returned; it can be used again
+        """
         job = self._job
         needs_layers = job.signal not in (Signal.QCI_FINAL, Signal.POSITION)
         can_rank = job.probe_len > 0 or not needs_layers
@@ -198,9 +205,9 @@ class ThreePhasePrefill:
         rankings: dict[int, Ranking] = {}
         if probed:
             rankings = yield from probe.rank(job.signal, self._auto_rule)
-        return probe, rankings
+        return rankings, probe.fresh
 
-    def _select(self, rankings: dict[int, Ranking]) -> list[Tensor]:
+    def select(self, rankings: dict[int, Ranking]) -> list[Tensor]:
         """The rows of each request that Patch recomputes, besides those without stored KV."""
         selected = []
         for i, candidates in enumerate(self.batch.candidates):
@@ -215,7 +222,12 @@ class ThreePhasePrefill:
 
     # ---- Patch ----
 
-    def _patch(self, hidden: Hidden, selected: list[Tensor], probe: Probe) -> Steps[None]:
+    def patch(self, hidden: Hidden, selected: list[Tensor], fresh: FreshKv) -> Steps[None]:
+        """Some rows of each request through the layers from `warmup_depth` on.
+
+        hidden: what `warm_up` returned; it can be used again
+        fresh: what `probe` returned; taken out layer by layer, so that its memory is free
+        """
         batch, model, walk = self.batch, self._model, self._walk
         first = self._job.warmup_depth
         # the engine computes the last token itself, but for a parked prompt
@@ -237,8 +249,8 @@ class ThreePhasePrefill:
             k, v = walk.stitch(layer)
             rows, projected = walking.rows, None
             with self._span(Phase.PATCH, layer):
-                if layer in probe.fresh:
-                    fresh_rows, fresh_k, fresh_v = probe.fresh.pop(layer)
+                if layer in fresh:
+                    fresh_rows, fresh_k, fresh_v = fresh.pop(layer)
                     k[fresh_rows], v[fresh_rows] = fresh_k, fresh_v
                 if len(rows) > 0:  # else all is stored but the last token; kernels want a row
                     projected = model.project(layer, stream)

@@ -26,6 +26,9 @@ from replicas.scores import attention_mass, kv_deviation
 from replicas.selection import kept_candidates, top_rows
 from replicas.walk import Steps, Walk, pick
 
+# layer -> (rows, rotated K, V), exact where the Probe computed them
+FreshKv = dict[int, tuple[Tensor, Tensor, Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
@@ -56,8 +59,7 @@ class Probe:
         self._length = length
         self._deviation = deviation
         self._candidates = {i: walk.behind_front(i, walk.batch.candidates[i]) for i in probed}
-        # fresh KV that Patch keeps: layer -> (rows, rotated K, V)
-        self.fresh: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self.fresh: FreshKv = {}  # what Patch keeps
 
     def rank(self, signal: Signal, rule: AutoRule) -> Steps[dict[int, Ranking]]:
         if signal is Signal.AUTO:
