@@ -17,16 +17,9 @@ from statistics import median
 import torch
 from transformers import Qwen3Config
 
-from benchmarks.random_prefill import (
-    ChunkMemory,
-    DeviceCache,
-    random_model,
-    random_tokens,
-    run_phases,
-    small_config,
-    stored_job,
-)
+from benchmarks.random_prefill import random_model, random_tokens, small_config
 from benchmarks.report import argument_parser, print_json, print_table
+from benchmarks.walked_prefill import ChunkMemory, DeviceCache, run_phases, stored_job
 from planner.cost_model import PrefillShape, prefill_work
 from planner.types import Signal
 from replicas.transformers_model import TransformersModel

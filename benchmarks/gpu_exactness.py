@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from benchmarks.random_prefill import (
-    ChunkMemory,
-    random_model,
-    random_tokens,
-    run_phases,
-    small_config,
-    stored_job,
-)
+from benchmarks.random_prefill import random_model, random_tokens, small_config
 from benchmarks.report import print_json, print_table
+from benchmarks.walked_prefill import ChunkMemory, run_phases, stored_job
 from planner.types import Signal
 from replicas.transformers_model import TransformersModel
 
