@@ -1,0 +1,1 @@
+"""Trains the small models whose accuracy depends on attention across chunks, on two CPU cores."""
