@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kv_tier.store import ChunkLocation
-from planner.types import Signal
+from planner.types import Deviation, Signal
 from replicas.batch import BatchJob, Capture, PrefillJob, Segment, SegmentKind
 from replicas.phases import ThreePhasePrefill
 from replicas.transformers_model import TransformersModel
@@ -167,10 +167,13 @@ def run_phases(
     signal: Signal,
     w: int,
     p: int,
+    deviation: Deviation = Deviation.KV,
     cache: DeviceCache | None = None,
 ) -> DeviceCache:
     """The KV of every token but the prompt's last."""
-    batch = BatchJob(batch_id=0, signal=signal, warmup_depth=w, probe_len=p, jobs=[job])
+    batch = BatchJob(
+        batch_id=0, signal=signal, warmup_depth=w, probe_len=p, jobs=[job], deviation=deviation
+    )
     keys = [s.location.key for s in job.segments if s.location is not None]
     if keys and w < model.num_layers:
         memory.start(keys)

@@ -7,6 +7,7 @@ keys and values at a layer counts `projection_share` of one.
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.prompt import Prompt
 from planner import RecomputeConfig, Signal
 from replicas.selection import kept_candidates, selection_size
 
@@ -49,6 +50,22 @@ def token_layers(
         every += shape.num_suffix * (num_layers - rest)
     patched = selection_size(config.coverage, shape.num_context) + shape.num_suffix - 1
     return every + patched * (num_layers - w - rest)
+
+
+def prompt_share(
+    config: RecomputeConfig, prompt: Prompt, *, num_layers: int, projection_share: float
+) -> float:
+    """Token-layers of a configuration over those of full prefill."""
+    shape = PromptShape(
+        num_prefix=len(prompt.prefix_ids),
+        num_context=sum(map(len, prompt.chunks)),
+        num_suffix=len(prompt.suffix_ids),
+    )
+
+    def work(one: RecomputeConfig) -> float:
+        return token_layers(one, shape, num_layers=num_layers, projection_share=projection_share)
+
+    return work(config) / work(RecomputeConfig(warmup_depth=None, probe_len=0))
 
 
 def projection_share(model_dir: Path) -> float:
