@@ -26,9 +26,17 @@ class PromptShape:
 
 
 def token_layers(
-    config: RecomputeConfig, shape: PromptShape, *, num_layers: int, projection_share: float
+    config: RecomputeConfig,
+    shape: PromptShape,
+    *,
+    num_layers: int,
+    projection_share: float,
+    filters: bool = True,
 ) -> float:
-    """Token-layers of a prefill and of the engine's step for the prompt's last token."""
+    """Token-layers of a prefill and of the engine's step for the prompt's last token.
+
+    filters: False where every Probe layer of `kv_dev` walks all candidates
+    """
     w, p = config.depths(num_layers)
     projected, rest = projection_share, 1.0 - projection_share
     every = float(num_layers)  # the last token, by the engine itself
@@ -41,7 +49,9 @@ def token_layers(
         for step in range(1, p + 1):
             every += projected * walking
             if step < p:
-                kept = kept_candidates(config.coverage, shape.num_context, step, p)
+                kept = shape.num_context
+                if filters:
+                    kept = kept_candidates(config.coverage, shape.num_context, step, p)
                 walking = kept + shape.num_suffix
                 every += rest * walking
     elif is_ranked and config.signal is Signal.QCI and p > 0:
@@ -53,7 +63,12 @@ def token_layers(
 
 
 def prompt_share(
-    config: RecomputeConfig, prompt: Prompt, *, num_layers: int, projection_share: float
+    config: RecomputeConfig,
+    prompt: Prompt,
+    *,
+    num_layers: int,
+    projection_share: float,
+    filters: bool = True,
 ) -> float:
     """Token-layers of a configuration over those of full prefill."""
     shape = PromptShape(
@@ -63,7 +78,13 @@ def prompt_share(
     )
 
     def work(one: RecomputeConfig) -> float:
-        return token_layers(one, shape, num_layers=num_layers, projection_share=projection_share)
+        return token_layers(
+            one,
+            shape,
+            num_layers=num_layers,
+            projection_share=projection_share,
+            filters=filters,
+        )
 
     return work(config) / work(RecomputeConfig(warmup_depth=None, probe_len=0))
 

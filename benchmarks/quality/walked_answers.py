@@ -121,6 +121,7 @@ class WalkedAnswers:
                     prompt,
                     num_layers=self.num_layers,
                     projection_share=self._projected,
+                    filters=curve.filters,
                 ),
                 num_context_tokens=sum(lengths),
                 num_documents=len(question.documents),

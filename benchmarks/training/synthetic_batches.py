@@ -29,6 +29,7 @@ from benchmarks.training.synthetic_words import (
 
 NO_TARGET = -100
 STATEMENT_TOKENS = 4
+MIN_ROWS = 2  # however long they are
 NUM_ASKED_NAMES = 3  # names in a question about a passage
 
 ANSWER, HELPER, BINDING = 1, 2, 3  # kinds of targets
@@ -83,7 +84,7 @@ def vt_batch(rng: np.random.Generator, level: VtLevel, max_tokens: int) -> Batch
     starts = 1 + np.concatenate([[0], np.cumsum(lengths)[:-1]])
     end = 1 + int(lengths.sum())
     num_tokens = end + 3 * num_questions
-    rows = max(4, max_tokens // num_tokens)
+    rows = max(MIN_ROWS, max_tokens // num_tokens)
     slots = []
     for start, length in zip(starts, lengths, strict=True):
         offset = rng.integers(0, STATEMENT_TOKENS)
@@ -143,7 +144,7 @@ def pr_batch(rng: np.random.Generator, level: PrLevel, max_tokens: int) -> Batch
     end = 1 + int(lengths.sum())
     question_tokens = NUM_ASKED_NAMES + 3
     num_tokens = end + question_tokens * level.num_questions
-    rows = max(4, max_tokens // num_tokens)
+    rows = max(MIN_ROWS, max_tokens // num_tokens)
     batch = _empty_batch(rng, rows, num_tokens)
     every = np.arange(rows)[:, None]
     ids = _choices(rng, rows, NUM_NUMBERS, level.num_chunks + 1)  # of each passage; one follows

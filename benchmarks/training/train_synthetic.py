@@ -80,6 +80,7 @@ PR_LEVELS = (
 LEVEL_UP_ACCURACY = 0.93
 LEVEL_UP_WINDOW = 15  # batches at the level
 EASIER_SHARE = 0.25  # of the batches, so that nothing is forgotten
+HARDER_SHARE = 0.15  # of the batches, so that long prompts are met early
 PR_JOINS_AT = 6  # level of variable tracking
 
 WARMUP_STEPS = 30
@@ -93,16 +94,22 @@ KIND_NAMES = {ANSWER: "answer", HELPER: "helper", BINDING: "binding"}
 class Task:
     """One task's levels and how well the present one goes."""
 
-    def __init__(self, name: str, make: Callable[..., Batch], levels: tuple, level: int) -> None:
+    def __init__(
+        self, name: str, make: Callable[..., Batch], levels: tuple, level: int, harder_from: int
+    ) -> None:
         self.name, self.level = name, level
+        self._harder_from = harder_from
         self._make, self._levels = make, levels
         self._recent: list[float] = []
 
     def batch(self, rng: np.random.Generator, max_tokens: int) -> tuple[Batch, bool]:
         """And whether it is of the present level."""
         level = self.level
-        if level > 0 and rng.random() < EASIER_SHARE:
+        lot = rng.random() if level > 0 else 1.0 - HARDER_SHARE
+        if lot < EASIER_SHARE:
             level = int(rng.integers(0, level))
+        elif level >= self._harder_from and lot > 1.0 - HARDER_SHARE:
+            level = int(rng.integers(level, len(self._levels)))
         return self._make(rng, self._levels[level], max_tokens), level == self.level
 
     def note(self, accuracy: float) -> None:
@@ -192,8 +199,8 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rng = np.random.default_rng(args.seed)
     trainer = Trainer(args)
-    vt = Task("vt", vt_batch, VT_LEVELS, args.vt_level)
-    pr = Task("pr", pr_batch, PR_LEVELS, args.pr_level)
+    vt = Task("vt", vt_batch, VT_LEVELS, args.vt_level, args.harder_from)
+    pr = Task("pr", pr_batch, PR_LEVELS, args.pr_level, args.harder_from)
     args.out.mkdir(parents=True, exist_ok=True)
     log = (args.out / "training.log").open("a")
 
@@ -203,13 +210,13 @@ def train(args: argparse.Namespace) -> None:
         log.flush()
 
     size = sum(weight.numel() for weight in trainer.model.parameters())
-    say(f"start seed {args.seed} steps {args.steps} layers {args.layers} parameters {size}")
+    say(f"start {' '.join(f'{k}={v}' for k, v in vars(args).items())} parameters={size}")
     started, num_tokens = time.monotonic(), 0
     met_by: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     joined = False
-    for step in range(1, args.steps + 1):
+    for step in range(1, (args.stop_at or args.steps) + 1):
         joined = joined or vt.level >= PR_JOINS_AT
-        task = pr if joined and step % 2 else vt
+        task = pr if joined and step % args.pr_every == 1 else vt
         batch, at_level = task.batch(rng, args.tokens)
         loss, met, positions = trainer.step(batch, learning_rate(step, args.steps))
         num_tokens += batch.ids.size
@@ -237,7 +244,7 @@ def train(args: argparse.Namespace) -> None:
         if task.rise():
             say(f"step {step} {task.name} rises to level {task.level}")
     trainer.save(args.out)
-    say(f"done step {args.steps} seconds {time.monotonic() - started:.0f} tokens {num_tokens}")
+    say(f"done step {step} seconds {time.monotonic() - started:.0f} tokens {num_tokens}")
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -255,6 +262,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=3000, help="of a batch")
     parser.add_argument("--init", type=Path, help="a folder to go on from, without its momentum")
+    parser.add_argument("--stop-at", type=int, help="end at this step of the schedule")
+    parser.add_argument("--pr-every", type=int, default=2, help="steps, once it has joined")
+    parser.add_argument("--harder-from", type=int, default=5, help="level")
     parser.add_argument("--vt-level", type=int, default=0)
     parser.add_argument("--pr-level", type=int, default=0)
     train(parser.parse_args())
