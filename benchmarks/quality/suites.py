@@ -22,6 +22,8 @@ from cluster.config import PromptConfig
 
 SUITE_FILE = "quality.json"  # in a model's folder: {"suite": name}; without it, English
 
+SYNTHETIC_MODEL = Path(__file__).parents[1] / "models" / "synthetic"
+
 MakeQuestion = Callable[[int, int, int], Question]  # (num_documents, seed, index)
 
 

@@ -1,20 +1,21 @@
 """Answers by the phases over the transformers adapter: one question, many configurations.
 
-WarmUp and Probe of a curve run once, Patch once for each of its coverages; the answers of a curve
-are decoded together. What is computed is what the server computes: these are its own phases.
+WarmUp and Probe of a curve run once, Patch once for each of its coverages; the answers of many
+configurations are decoded together. What is computed is what the server computes: these are its
+own phases.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from benchmarks.quality.coverage_sweep import CoverageSweep
-from benchmarks.quality.curves import Curve
+from benchmarks.quality.curves import Curve, Point
+from benchmarks.quality.decoding import greedy_answers
 from benchmarks.quality.outcomes import Outcome
 from benchmarks.quality.prompts import PromptForm, QuestionEncoder
 from benchmarks.quality.scoring import score
@@ -27,6 +28,7 @@ from replicas.config import EngineConfig
 from replicas.transformers_model import TransformersModel
 from replicas.vllm_args import anchor_ids
 
+TOKENS_TOGETHER = 40_000  # in caches that are decoded together: a few GiB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -91,73 +93,71 @@ class WalkedAnswers:
         )
         if job.segments:
             memory.start([s.location.key for s in job.segments if s.location is not None])
+        variants: list[_Variant] = []
         for curve in curves:
-            yield from self._curve(question, prompt, job, memory, curve)
+            variants += self._variants(question, prompt, job, memory, curve)
+            if len(variants) * len(job.token_ids) >= TOKENS_TOGETHER:
+                yield from self._answered(question, prompt, job, variants)
+                variants = []
+        if variants:
+            yield from self._answered(question, prompt, job, variants)
 
-    def _curve(
+    def _variants(
         self, question: Question, prompt: Prompt, job: PrefillJob, memory: ChunkMemory, curve: Curve
-    ) -> Iterator[Outcome]:
+    ) -> Iterator["_Variant"]:
         lengths = [len(chunk) for chunk in prompt.chunks]
-        points = [
-            replace(point, config=point.config.for_chunks(lengths)) for point in curve.points()
-        ]
         sweep = CoverageSweep(
             self._model, memory, job, curve, seed=f"{self._seed}/{question.question_id}"
         )
-        caches = [sweep.cache(point.config.coverage) for point in points]
-        answers = self._decode(job, caches, question.max_new_tokens)
-        for point, ids in zip(points, answers, strict=True):
+        for point in curve.points():
+            point = replace(point, config=point.config.for_chunks(lengths))
+            cache = sweep.cache(point.config.coverage)
+            yield _Variant(curve, point, cache, sweep.entropy)
+
+    def _answered(
+        self,
+        question: Question,
+        prompt: Prompt,
+        job: PrefillJob,
+        variants: Sequence["_Variant"],
+    ) -> Iterator[Outcome]:
+        answers = greedy_answers(
+            self._model.model,
+            job.token_ids[-1],
+            [variant.cache for variant in variants],
+            num_tokens=len(job.token_ids) - 1,
+            max_new_tokens=question.max_new_tokens,
+            eos=self._eos,
+        )
+        for variant, ids in zip(variants, answers, strict=True):
             text = self._encoder.decode(ids)
+            config = variant.point.config
             yield Outcome(
                 question_id=question.question_id,
                 task=question.task,
-                curve=curve.name,
-                point=point.label,
+                curve=variant.curve.name,
+                point=variant.point.label,
                 text=text,
                 gold=score(question.scorer, text, question.answers),
-                coverage=point.config.coverage,
+                coverage=config.coverage,
                 share=prompt_share(
-                    point.config,
+                    config,
                     prompt,
                     num_layers=self.num_layers,
                     projection_share=self._projected,
-                    filters=curve.filters,
+                    filters=variant.curve.filters,
                 ),
-                num_context_tokens=sum(lengths),
+                num_context_tokens=sum(map(len, prompt.chunks)),
                 num_documents=len(question.documents),
-                entropy=sweep.entropy,
+                entropy=variant.entropy,
             )
 
-    def _decode(
-        self, job: PrefillJob, caches: Sequence[DeviceCache], max_new_tokens: int
-    ) -> list[list[int]]:
-        """Greedy answers after one prompt, each over its own KV, decoded together."""
-        count = len(job.token_ids) - 1
-        cache = DynamicCache()
-        for layer in range(self.num_layers):
-            cache.update(
-                _stacked([c.k[layer, :count] for c in caches]),
-                _stacked([c.v[layer, :count] for c in caches]),
-                layer,
-            )
-        device = self._model.device
-        last = torch.full((len(caches), 1), job.token_ids[-1], device=device)
-        answers: list[list[int]] = [[] for _ in caches]
-        open_ = set(range(len(caches)))
-        for _ in range(max_new_tokens):
-            logits = self._model.model(last, past_key_values=cache).logits[:, -1]
-            last = logits.argmax(-1, keepdim=True)
-            for idx in list(open_):
-                token = int(last[idx])
-                if token in self._eos:
-                    open_.remove(idx)
-                else:
-                    answers[idx].append(token)
-            if not open_:
-                break
-        return answers
 
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """One configuration of a question, prefilled."""
 
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """[num_variants, num_kv_heads, num_tokens, head_dim]"""
-    return torch.stack(list(parts)).transpose(1, 2).contiguous()
+    curve: Curve
+    point: Point
+    cache: DeviceCache
+    entropy: float | None

@@ -47,6 +47,7 @@ class VtLevel:
     max_hops: int
     num_questions: int
     scrambled: float = 0.0  # share of chains whose statements stand in any order
+    hop_weight: float = 0.0  # how much more each hop makes a question count, and be asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,8 @@ def vt_batch(rng: np.random.Generator, level: VtLevel, max_tokens: int) -> Batch
 
     # what can not be resolved, or is held out, stands last in a random order: asked only where
     # a row has too little else, and then without a target
-    asked = np.argsort(rng.random(taught.shape) + ~taught, axis=1)[:, :num_questions]
+    lots = rng.random(taught.shape) / (1.0 + level.hop_weight * hop)
+    asked = np.argsort(lots + ~taught, axis=1)[:, :num_questions]
     question_at = end + 3 * np.arange(num_questions)[None]
     batch.ids[:, end::3] = VALUE
     batch.ids[every, question_at + 1] = FIRST_NAME + name[every, asked]
@@ -130,7 +132,9 @@ def vt_batch(rng: np.random.Generator, level: VtLevel, max_tokens: int) -> Batch
     row, nth = np.nonzero(taught[every, asked])
     question = asked[row, nth]
     answer_at = (row, end + 1 + 3 * nth)
-    _target(batch, answer_at, FIRST_NUMBER + number[row, question], 1.0, ANSWER, hop[row, question])
+    weight = 1.0 + level.hop_weight * hop[row, question]
+    target = FIRST_NUMBER + number[row, question]
+    _target(batch, answer_at, target, weight, ANSWER, hop[row, question])
     return batch
 
 
@@ -230,7 +234,7 @@ def _empty_batch(rng: np.random.Generator, rows: int, num_tokens: int) -> Batch:
     )
 
 
-def _target(batch: Batch, at, token, weight: float, kind: int, hops) -> None:
+def _target(batch: Batch, at, token, weight, kind: int, hops) -> None:
     batch.targets[at], batch.weights[at] = token, weight
     batch.kinds[at], batch.hops[at] = kind, hops
 

@@ -10,6 +10,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: more threads are slower here
@@ -79,8 +80,6 @@ PR_LEVELS = (
 )
 LEVEL_UP_ACCURACY = 0.93
 LEVEL_UP_WINDOW = 15  # batches at the level
-EASIER_SHARE = 0.25  # of the batches, so that nothing is forgotten
-HARDER_SHARE = 0.15  # of the batches, so that long prompts are met early
 PR_JOINS_AT = 6  # level of variable tracking
 
 WARMUP_STEPS = 30
@@ -91,24 +90,33 @@ REPORT_EVERY = 50
 KIND_NAMES = {ANSWER: "answer", HELPER: "helper", BINDING: "binding"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixing:
+    """Which batches are not of a task's present level."""
+
+    easier: float = 0.25  # share, so that nothing is forgotten
+    harder: float = 0.15  # share, so that long prompts are met early
+    harder_from: int = 5  # level
+
+
 class Task:
     """One task's levels and how well the present one goes."""
 
     def __init__(
-        self, name: str, make: Callable[..., Batch], levels: tuple, level: int, harder_from: int
+        self, name: str, make: Callable[..., Batch], levels: tuple, level: int, mixing: Mixing
     ) -> None:
         self.name, self.level = name, level
-        self._harder_from = harder_from
+        self._mixing = mixing
         self._make, self._levels = make, levels
         self._recent: list[float] = []
 
     def batch(self, rng: np.random.Generator, max_tokens: int) -> tuple[Batch, bool]:
         """And whether it is of the present level."""
-        level = self.level
-        lot = rng.random() if level > 0 else 1.0 - HARDER_SHARE
-        if lot < EASIER_SHARE:
+        level, mixing = self.level, self._mixing
+        lot = rng.random() if level > 0 else mixing.easier
+        if lot < mixing.easier:
             level = int(rng.integers(0, level))
-        elif level >= self._harder_from and lot > 1.0 - HARDER_SHARE:
+        elif level >= mixing.harder_from and lot > 1.0 - mixing.harder:
             level = int(rng.integers(level, len(self._levels)))
         return self._make(rng, self._levels[level], max_tokens), level == self.level
 
@@ -199,8 +207,10 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rng = np.random.default_rng(args.seed)
     trainer = Trainer(args)
-    vt = Task("vt", vt_batch, VT_LEVELS, args.vt_level, args.harder_from)
-    pr = Task("pr", pr_batch, PR_LEVELS, args.pr_level, args.harder_from)
+    mixing = Mixing(easier=args.easier, harder_from=args.harder_from)
+    vt_levels = tuple(replace(level, hop_weight=args.hop_weight) for level in VT_LEVELS)
+    vt = Task("vt", vt_batch, vt_levels, args.vt_level, mixing)
+    pr = Task("pr", pr_batch, PR_LEVELS, args.pr_level, mixing)
     args.out.mkdir(parents=True, exist_ok=True)
     log = (args.out / "training.log").open("a")
 
@@ -265,6 +275,10 @@ def main() -> None:
     parser.add_argument("--stop-at", type=int, help="end at this step of the schedule")
     parser.add_argument("--pr-every", type=int, default=2, help="steps, once it has joined")
     parser.add_argument("--harder-from", type=int, default=5, help="level")
+    parser.add_argument(
+        "--easier", type=float, default=0.25, help="share of batches of lower levels"
+    )
+    parser.add_argument("--hop-weight", type=float, default=1.0, help="see VtLevel")
     parser.add_argument("--vt-level", type=int, default=0)
     parser.add_argument("--pr-level", type=int, default=0)
     train(parser.parse_args())

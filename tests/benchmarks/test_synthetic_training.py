@@ -21,6 +21,7 @@ from benchmarks.training.train_synthetic import (
     LEVEL_UP_WINDOW,
     PR_LEVELS,
     VT_LEVELS,
+    Mixing,
     Task,
     learning_rate,
     train,
@@ -107,7 +108,7 @@ def test_the_tokenizer_takes_words_apart_and_puts_them_together(tmp_path):
 
 
 def test_a_task_rises_after_good_batches_only():
-    task = Task("vt", vt_batch, VT_LEVELS, 0, 5)
+    task = Task("vt", vt_batch, VT_LEVELS, 0, Mixing())
     for _ in range(LEVEL_UP_WINDOW - 1):
         task.note(1.0)
     assert not task.rise()
@@ -130,7 +131,8 @@ def test_the_learning_rate_rises_stays_and_falls():
 
 @pytest.mark.slow
 def test_a_short_training_learns_and_leaves_a_model_folder(tmp_path):
-    args = {"steps": 60, "layers": 2, "seed": 0, "tokens": 600, "pr_every": 2, "harder_from": 5}
+    args = {"steps": 60, "layers": 2, "seed": 0, "tokens": 600, "pr_every": 2}
+    args |= {"harder_from": 5, "easier": 0.25, "hop_weight": 1.0}
     train(
         argparse.Namespace(
             out=tmp_path / "m", init=None, stop_at=None, vt_level=0, pr_level=0, **args
