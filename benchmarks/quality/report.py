@@ -22,6 +22,7 @@ from benchmarks.report import print_table
 
 KEEP = 0.95  # of full prefill's accuracy: what counts as kept
 QUALIFIED = 0.9  # full prefill's accuracy on a task that a model can be measured with
+WORKS = (0.15, 0.25, 0.35, 0.5, 0.65)  # of full prefill's token-layers
 PLOT_CURVES = 8  # on one picture, more can not be told apart
 
 Curves = dict[str, dict[str, Accuracy]]  # by curve and point
@@ -49,6 +50,7 @@ def print_report(outcomes: Sequence[Outcome]) -> None:
         )
         _print_accuracies(curves)
         _print_needs(some, curves, full)
+        _print_frontier(curves)
 
 
 def _print_accuracies(curves: Curves) -> None:
@@ -82,6 +84,41 @@ def _print_needs(outcomes: Sequence[Outcome], curves: Curves, full: Accuracy) ->
         print()
         header = ["sufficient coverage", f"work for {KEEP:g} of full", "p10", "median", "p90"]
         print_table(header, rows)
+
+
+def _print_frontier(curves: Curves) -> None:
+    """The best that each kind of configuration reaches within so much work, and where."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in curves:
+        kinds[kind_of(name)].append(name)
+    rows = []
+    for kind, names in kinds.items():
+        row = [kind]
+        for work in WORKS:
+            found = [
+                (accuracy.gold, -accuracy.share, name, point)
+                for name in names
+                for point, accuracy in curves[name].items()
+                if accuracy.share <= work
+            ]
+            if not found:
+                row.append("-")
+                continue
+            gold, _, name, point = max(found)
+            row.append(f"{gold:.2f} ({name.removeprefix(f'{kind} ')} {point})")
+        rows.append(row)
+    print()
+    print_table(["best within work", *(f"{work:g}" for work in WORKS)], rows)
+
+
+def kind_of(curve: str) -> str:
+    """Configurations that use the same phases: a published method by its name, or `kv_dev` after
+    WarmUp, `qci` from the first layer on, `qci` after WarmUp."""
+    if curve.startswith("kv_dev"):
+        return "kv_dev"
+    if curve.startswith("qci w=0"):
+        return "qci w=0"
+    return "qci" if curve.startswith("qci") else curve
 
 
 def print_qualification(outcomes: Sequence[Outcome]) -> None:

@@ -83,7 +83,6 @@ LEVEL_UP_WINDOW = 15  # batches at the level
 PR_JOINS_AT = 6  # level of variable tracking
 
 WARMUP_STEPS = 30
-DECAY_SHARE = 0.25
 MUON_LR, ADAM_LR = 0.02, 3e-3
 FINAL_LR = 0.03
 REPORT_EVERY = 50
@@ -228,7 +227,7 @@ def train(args: argparse.Namespace) -> None:
         joined = joined or vt.level >= PR_JOINS_AT
         task = pr if joined and step % args.pr_every == 1 else vt
         batch, at_level = task.batch(rng, args.tokens)
-        loss, met, positions = trainer.step(batch, learning_rate(step, args.steps))
+        loss, met, positions = trainer.step(batch, learning_rate(step, args.steps, args.decay))
         num_tokens += batch.ids.size
         kinds, hops = batch.kinds.reshape(-1)[positions], batch.hops.reshape(-1)[positions]
         if at_level:
@@ -257,10 +256,10 @@ def train(args: argparse.Namespace) -> None:
     say(f"done step {step} seconds {time.monotonic() - started:.0f} tokens {num_tokens}")
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Share of the full rate: a short rise, a plateau, a fall over the last quarter."""
+def learning_rate(step: int, steps: int, decay: float) -> float:
+    """Share of the full rate: a short rise, a plateau, a fall over the last part of the steps."""
     left = (steps - step) / steps
-    falling = max(FINAL_LR, left / DECAY_SHARE)
+    falling = max(FINAL_LR, left / decay)
     return min(1.0, step / WARMUP_STEPS, falling)
 
 
@@ -268,6 +267,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder of the model; training.log is appended to")
     parser.add_argument("--steps", type=int, default=2600)
+    parser.add_argument(
+        "--decay", type=float, default=0.25, help="share of the steps in which the rate falls"
+    )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=3000, help="of a batch")

@@ -288,6 +288,21 @@ def test_the_report_shows_accuracy_work_and_needs(capsys):
     ]
 
 
+def test_the_best_within_some_work_is_named(capsys):
+    outcomes = [o for q in range(4) for o in answered(q, 1.0, 0.0, 1.0, 1.0)]
+    for q in range(4):
+        outcomes.append(outcome(q, "qci w=0 p=4", "r=0.1", 0.5))
+        outcomes.append(outcome(q, "qci w=2 p=2", "r=0.3", 0.8))
+    print_report(outcomes)
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if "best within work" in line) :]
+    kv_dev_row = next(line for line in table if line.strip().startswith("kv_dev"))
+    assert "0.00 (w=2 p=1 r=0.1)" in kv_dev_row
+    assert "1.00 (w=2 p=1 r=0.2)" in kv_dev_row
+    assert any("0.50 (p=4 r=0.1)" in line for line in table)
+    assert any("0.80 (w=2 p=2 r=0.3)" in line for line in table)
+
+
 def test_qualification_says_which_tasks_can_be_used(capsys):
     outcomes = []
     for q in range(50):

@@ -123,7 +123,7 @@ def test_a_task_rises_after_good_batches_only():
 
 
 def test_the_learning_rate_rises_stays_and_falls():
-    rates = [learning_rate(step, 1000) for step in range(1, 1001)]
+    rates = [learning_rate(step, 1000, 0.25) for step in range(1, 1001)]
     assert rates[0] < rates[10] < 1.0
     assert all(rate == 1.0 for rate in rates[40:700])
     assert rates[760] > rates[900] > rates[-1] > 0
@@ -132,7 +132,7 @@ def test_the_learning_rate_rises_stays_and_falls():
 @pytest.mark.slow
 def test_a_short_training_learns_and_leaves_a_model_folder(tmp_path):
     args = {"steps": 60, "layers": 2, "seed": 0, "tokens": 600, "pr_every": 2}
-    args |= {"harder_from": 5, "easier": 0.25, "hop_weight": 1.0}
+    args |= {"harder_from": 5, "easier": 0.25, "hop_weight": 1.0, "decay": 0.25}
     train(
         argparse.Namespace(
             out=tmp_path / "m", init=None, stop_at=None, vt_level=0, pr_level=0, **args
