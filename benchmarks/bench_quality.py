@@ -135,6 +135,11 @@ def _curves(args: argparse.Namespace, num_layers: int) -> list[Curve]:
     if args.qualify:
         return bounds()
     curves = [*baselines(), *signal_curves(num_layers)]
+    if args.coverages:
+        curves = [
+            replace(curve, coverages=tuple(sorted(args.coverages))) if curve.coverages else curve
+            for curve in curves
+        ]
     return named(curves, args.curves) if args.curves else curves
 
 
@@ -186,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--documents", nargs="+", type=int, help="numbers of documents")
     parser.add_argument("--count", type=int, default=64, help="questions of each task and size")
     parser.add_argument("--curves", nargs="+", help="names, or how they start; default: all")
+    parser.add_argument("--coverages", nargs="+", type=float, help="instead of the usual ones")
     parser.add_argument("--qualify", action="store_true", help="full prefill and full reuse only")
     parser.add_argument("--questions", type=Path, help="a file of your own instead of a suite")
     parser.add_argument("--format", choices=sorted(FORMATS), help="of --questions")

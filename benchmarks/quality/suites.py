@@ -124,22 +124,28 @@ SYNTHETIC = Suite(
 NUM_FILLERS = (1, 2, 3)
 
 
-def _english(*contexts: str, name: str) -> MakeQuestion:
-    """Questions of the contexts by turns."""
+def _english(*contexts: str, name: str, hops: tuple[int, ...] = ()) -> MakeQuestion:
+    """Questions of the contexts by turns, of so many hops if that is said."""
 
     def make(num_documents: int, seed: int, index: int) -> Question:
         rng = random.Random(f"{name} {num_documents} {seed} {index}")
         kind = contexts[index % len(contexts)]
-        context = english_context(
-            kind,
-            rng,
-            Split.TEST,
-            num_documents=num_documents,
-            num_fillers=rng.choice(NUM_FILLERS),
-        )
-        own = [question for question in context.questions if question.task == kind]
-        question = rng.choice(own)
-        return replace(question, question_id=f"{name}-d{num_documents}/{index}", task=name)
+        while True:  # a context may have no question of so many hops
+            context = english_context(
+                kind,
+                rng,
+                Split.TEST,
+                num_documents=num_documents,
+                num_fillers=rng.choice(NUM_FILLERS),
+            )
+            own = [
+                question
+                for question in context.questions
+                if question.task == kind and (not hops or question.facts["hops"] in hops)
+            ]
+            if own:
+                question = rng.choice(own)
+                return replace(question, question_id=f"{name}-d{num_documents}/{index}", task=name)
 
     return make
 
@@ -154,7 +160,7 @@ def permute_english(question: Question, seed: int) -> Question:
     rng = random.Random(f"permuted {seed} {question.question_id}")
     order = list(range(len(question.documents)))
     rng.shuffle(order)
-    if question.task == "vt":
+    if question.task.startswith("vt"):
         chain = set(_variable_documents(question))
         in_order = iter(sorted(chain))
         order = [next(in_order) if index in chain else index for index in order]
@@ -184,11 +190,13 @@ ENGLISH = Suite(
     tasks={
         "single": _english("single", name="single"),
         "mhqa": _english("two_hop", "three_hop", name="mhqa"),
+        "mhqa2": _english("two_hop", name="mhqa2"),
         "pr": _english("pr", name="pr"),
-        "vt": _english("vt", name="vt"),
+        "vt": _english("vt", name="vt", hops=(1, 2, 3, 4)),
+        "vt1": _english("vt", name="vt1", hops=(1,)),
         "ref": _english("ref", name="ref"),
     },
-    sizes=(8, 12),
+    sizes=(8,),
     permute=permute_english,
 )
 

@@ -243,7 +243,7 @@ def test_synthetic_questions_have_their_size_and_the_answer_of_their_text(task, 
     assert questions[:5] != list(SYNTHETIC.questions(task, size, 4, 5))
 
 
-@pytest.mark.parametrize("task", ["single", "mhqa", "pr", "vt", "ref", "MIX"])
+@pytest.mark.parametrize("task", [*ENGLISH.tasks, "MIX"])
 def test_english_questions_keep_their_answer_in_another_order(task):
     for question in ENGLISH.questions(task, 8, 0, 12):
         assert len(question.documents) == 8

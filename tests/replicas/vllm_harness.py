@@ -61,7 +61,7 @@ async def running_engine(
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cachesmith-test-") as arena,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(vllm_engine, "measure_cost", _no_measurement)
+        patch.setattr(vllm_engine, "measure_cost", no_measurement)
         if inspected:
             patch.setattr(vllm_args, "CONNECTOR_MODULE", "tests.replicas.inspected_connector")
         engine = VllmEngine(tiny_config(folder, Path(arena) / "tier", **overrides))
@@ -132,7 +132,8 @@ async def store(engine: VllmEngine, request: RagRequest) -> None:
         await engine.ingest(chunk, cache_salt=request.cache_salt)
 
 
-async def _no_measurement(engine: VllmEngine, *, num_layers: int) -> CostModel:
+async def no_measurement(engine: VllmEngine, *, num_layers: int) -> CostModel:
+    """Stands in for `measure_cost`."""
     return CostModel(
         num_layers=num_layers,
         fixed_ms=10.0,
