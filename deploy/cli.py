@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--model",
         metavar="DIR_OR_HUB_ID",
-        help="model folder, Hugging Face id, cachesmith-english, or smollm2-135m-instruct (default)",
+        help="folder, Hugging Face id, cachesmith-english, smollm2-135m-instruct (default)",
     )
     serve.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks of a replica")
     serve.add_argument("--replicas", type=int, metavar="N", help="number of replicas")

@@ -121,7 +121,7 @@ SYNTHETIC = Suite(
 
 # --- English -------------------------------------------------------------------------------------
 
-NUM_FILLERS = (1, 2, 3)
+NUM_FILLERS = (1, 2)
 
 
 def _english(*contexts: str, name: str, hops: tuple[int, ...] = ()) -> MakeQuestion:
