@@ -15,7 +15,7 @@ from benchmarks.quality.stats import accuracies
 from benchmarks.quality.suites import SYNTHETIC, SYNTHETIC_MODEL
 from benchmarks.quality.walked_answers import walked_answers
 
-NUM_QUESTIONS = 48
+NUM_QUESTIONS = 40
 NUM_DOCUMENTS = 16
 COVERAGE = 0.35
 WARMUP_DEPTH = 5
