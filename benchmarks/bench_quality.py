@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.quality import report
-from benchmarks.quality.curves import Curve, baselines, bounds, named, signal_curves
+from benchmarks.quality.curves import Curve, bounds, named, standard
 from benchmarks.quality.demand import demand_profile
 from benchmarks.quality.files import (
     load_longbench_qa,
@@ -134,7 +134,7 @@ def _questions(args: argparse.Namespace, suite: Suite) -> Iterator[Question]:
 def _curves(args: argparse.Namespace, num_layers: int) -> list[Curve]:
     if args.qualify:
         return bounds()
-    curves = [*baselines(), *signal_curves(num_layers)]
+    curves = standard(num_layers)
     if args.coverages:
         curves = [
             replace(curve, coverages=tuple(sorted(args.coverages))) if curve.coverages else curve

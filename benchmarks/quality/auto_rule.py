@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.quality.outcomes import Outcome
-from benchmarks.quality.stats import full_scores, passes
+from benchmarks.quality.stats import full_scores, is_kept
 from planner import Signal
 from planner.auto_signal import AutoRule
 
@@ -47,8 +47,8 @@ def contests(outcomes: Sequence[Outcome], kv_dev: str, qci: str) -> list[Contest
                 question_id=question_id,
                 task=some.task,
                 entropy=some.entropy,
-                kv_dev=tuple(passes(by_curve[kv_dev][p], full) for p in points),
-                qci=tuple(passes(by_curve[qci][p], full) for p in points),
+                kv_dev=tuple(is_kept(by_curve[kv_dev][p], full) for p in points),
+                qci=tuple(is_kept(by_curve[qci][p], full) for p in points),
             )
         )
     return made

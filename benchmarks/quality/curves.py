@@ -44,9 +44,6 @@ class Curve:
         if not self.coverages and not self.chunk_starts:
             yield Point(label=f"r={self.config.coverage:g}", config=self.config)
 
-    def rank_depth(self, num_layers: int) -> int:
-        return sum(self.config.depths(num_layers))
-
 
 def kv_dev(w: int, p: int = 1, deviation: Deviation = Deviation.KV, **extra) -> Curve:
     config = RecomputeConfig(signal=Signal.KV_DEV, warmup_depth=w, probe_len=p, deviation=deviation)

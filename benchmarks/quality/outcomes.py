@@ -1,11 +1,14 @@
 """What came of one question under one configuration, and the file that keeps it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from benchmarks.quality.curves import Curve, Point
+from benchmarks.quality.scoring import score
 from benchmarks.quality.types import Question
+from cluster.prompt import Prompt
 
 
 class Outcome(BaseModel):
@@ -24,6 +27,33 @@ class Outcome(BaseModel):
     num_context_tokens: int
     num_documents: int
     entropy: float | None = None  # of the first Probe layer's QCI scores, normalised
+
+    @classmethod
+    def of(
+        cls,
+        question: Question,
+        prompt: Prompt,
+        curve: Curve,
+        point: Point,
+        *,
+        text: str,
+        share: float,
+        entropy: float | None = None,
+    ) -> "Outcome":
+        """An answer, scored. point: with the coverage that it means for this prompt."""
+        return cls(
+            question_id=question.question_id,
+            task=question.task,
+            curve=curve.name,
+            point=point.label,
+            text=text,
+            gold=score(question.scorer, text, question.answers),
+            coverage=point.config.coverage,
+            share=share,
+            num_context_tokens=sum(map(len, prompt.chunks)),
+            num_documents=len(question.documents),
+            entropy=entropy,
+        )
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -67,9 +97,3 @@ class ResultsFile:
         with self._path.open("a") as file:
             file.writelines(outcome.model_dump_json() + "\n" for outcome in new)
         self.outcomes.update({outcome.key: outcome for outcome in new})
-
-    def missing(self, question: Question, points: Iterable[tuple[str, str]]) -> Iterator[tuple]:
-        """Those (curve, point) that the file does not have for a question."""
-        for curve, point in points:
-            if (question.question_id, curve, point) not in self.outcomes:
-                yield curve, point

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.quality.curves import FULL_PREFILL
 from benchmarks.quality.outcomes import Outcome
+from benchmarks.quality.scoring import passes
 
 CONFIDENCE_Z = 1.96  # two-sided 95%
 NEVER = math.inf  # no measured coverage below all of it is enough
@@ -58,7 +59,7 @@ def accuracies(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], Accuracy]:
         low, high = wilson_interval(gold, count)
         found[key] = Accuracy(
             gold=gold,
-            kept=sum(passes(outcome, full) for outcome in some) / count,
+            kept=sum(is_kept(outcome, full) for outcome in some) / count,
             low=low,
             high=high,
             num_requests=count,
@@ -73,9 +74,9 @@ def full_scores(outcomes: Iterable[Outcome]) -> dict[str, float]:
     return {o.question_id: o.gold for o in outcomes if o.curve == FULL_PREFILL}
 
 
-def passes(outcome: Outcome, full: Mapping[str, float]) -> bool:
+def is_kept(outcome: Outcome, full: Mapping[str, float]) -> bool:
     """The relative gate: no worse than full prefill on the same request."""
-    return outcome.gold >= full[outcome.question_id] - 1e-9
+    return passes(outcome.gold, full[outcome.question_id])
 
 
 def sufficient_coverages(outcomes: Sequence[Outcome], curve: str) -> dict[str, float]:
@@ -92,7 +93,7 @@ def sufficient_coverages(outcomes: Sequence[Outcome], curve: str) -> dict[str, f
     for question_id, some in by_question.items():
         demand = 1.0
         for outcome in sorted(some, key=lambda o: -o.coverage):
-            if not passes(outcome, full):
+            if not is_kept(outcome, full):
                 break
             demand = outcome.coverage
         demands[question_id] = demand

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.engine import running_engine, ticket
 from benchmarks.quality.curves import FULL_PREFILL, Curve, Point
 from benchmarks.quality.outcomes import Outcome
 from benchmarks.quality.prompts import PromptForm, QuestionEncoder
-from benchmarks.quality.scoring import score
 from benchmarks.quality.types import Question
 from benchmarks.work import projection_share, prompt_share
 from cluster.prompt import Prompt
@@ -69,7 +69,7 @@ class VllmAnswers:
         self, question: Question, prompt: Prompt, curve: Curve, point: Point
     ) -> Outcome:
         lengths = [len(chunk) for chunk in prompt.chunks]
-        config = point.config.for_chunks(lengths)
+        point = replace(point, config=point.config.for_chunks(lengths))
         policy = FULL_PREFILL if curve.name == FULL_PREFILL else CUSTOM
         request = RagRequest(
             request_id=f"{question.question_id} {curve.name} {point.label}",
@@ -79,24 +79,13 @@ class VllmAnswers:
             ttft_slo_ms=1e6,
             sampling=SamplingOptions(max_tokens=question.max_new_tokens, temperature=0.0),
         )
+        its_ticket = ticket(policy, point.config, self.num_layers)
         ids: list[int] = []
-        async for delta in self._engine.generate(request, ticket(policy, config, self.num_layers)):
+        async for delta in self._engine.generate(request, its_ticket):
             ids.extend(delta.token_ids)
-        text = self._encoder.decode(ids)
-        return Outcome(
-            question_id=question.question_id,
-            task=question.task,
-            curve=curve.name,
-            point=point.label,
-            text=text,
-            gold=score(question.scorer, text, question.answers),
-            coverage=config.coverage,
-            share=prompt_share(
-                config,
-                prompt,
-                num_layers=self.num_layers,
-                projection_share=self._projected,
-            ),
-            num_context_tokens=sum(lengths),
-            num_documents=len(question.documents),
+        share = prompt_share(
+            point.config, prompt, num_layers=self.num_layers, projection_share=self._projected
+        )
+        return Outcome.of(
+            question, prompt, curve, point, text=self._encoder.decode(ids), share=share
         )

@@ -18,7 +18,6 @@ from benchmarks.quality.curves import Curve, Point
 from benchmarks.quality.decoding import greedy_answers
 from benchmarks.quality.outcomes import Outcome
 from benchmarks.quality.prompts import PromptForm, QuestionEncoder
-from benchmarks.quality.scoring import score
 from benchmarks.quality.types import Question
 from benchmarks.walked_prefill import ChunkMemory, DeviceCache, stored_job
 from benchmarks.work import projection_share, prompt_share
@@ -130,25 +129,20 @@ class WalkedAnswers:
             eos=self._eos,
         )
         for variant, ids in zip(variants, answers, strict=True):
-            text = self._encoder.decode(ids)
-            config = variant.point.config
-            yield Outcome(
-                question_id=question.question_id,
-                task=question.task,
-                curve=variant.curve.name,
-                point=variant.point.label,
-                text=text,
-                gold=score(question.scorer, text, question.answers),
-                coverage=config.coverage,
-                share=prompt_share(
-                    config,
-                    prompt,
-                    num_layers=self.num_layers,
-                    projection_share=self._projected,
-                    filters=variant.curve.filters,
-                ),
-                num_context_tokens=sum(map(len, prompt.chunks)),
-                num_documents=len(question.documents),
+            share = prompt_share(
+                variant.point.config,
+                prompt,
+                num_layers=self.num_layers,
+                projection_share=self._projected,
+                filters=variant.curve.filters,
+            )
+            yield Outcome.of(
+                question,
+                prompt,
+                variant.curve,
+                variant.point,
+                text=self._encoder.decode(ids),
+                share=share,
                 entropy=variant.entropy,
             )
 

@@ -8,11 +8,10 @@ import pytest
 from benchmarks.bench_quality import measured
 from benchmarks.quality.curves import (
     Curve,
-    baselines,
     bounds,
     kv_dev,
     named,
-    signal_curves,
+    standard,
 )
 from benchmarks.quality.demand import demand_profile
 from benchmarks.quality.outcomes import Outcome, ResultsFile
@@ -214,7 +213,7 @@ def test_a_profile_of_nothing_is_refused():
 
 @pytest.mark.parametrize("num_layers", [4, 8, 16, 30, 64])
 def test_every_curve_fits_the_model_and_has_a_name_of_its_own(num_layers):
-    curves = [*baselines(), *signal_curves(num_layers)]
+    curves = standard(num_layers)
     assert len({curve.name for curve in curves}) == len(curves)
     for curve in curves:
         w, p = curve.config.depths(num_layers)
@@ -223,7 +222,7 @@ def test_every_curve_fits_the_model_and_has_a_name_of_its_own(num_layers):
 
 
 def test_curves_are_chosen_by_how_their_names_start():
-    curves = [*baselines(), *signal_curves(16)]
+    curves = standard(16)
     chosen = named(curves, ["epic", "qci w=1"])
     assert [c.name for c in chosen][:2] == ["full_prefill", "epic"]
     assert all(c.name.startswith("qci w=1") for c in chosen[2:])
