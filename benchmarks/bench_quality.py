@@ -61,12 +61,22 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if bool(args.questions) != bool(args.format):
         parser.error("--questions and --format go together")
+    if args.count < 1 or min(args.documents or [1]) < 1:
+        parser.error("--count and --documents must be 1 or more")
+    if any(not 0.0 <= coverage <= 1.0 for coverage in args.coverages or ()):
+        parser.error("--coverages must be within 0 and 1")
     model_dir = resolve_model(args.model)
-    suite = SUITES[args.suite] if args.suite else suite_of(model_dir)
-    results = ResultsFile(args.out, _header(args, model_dir)) if args.out else None
-    questions = list(_questions(args, suite))
+    try:
+        suite = SUITES[args.suite] if args.suite else suite_of(model_dir)
+        results = ResultsFile(args.out, _header(args, model_dir)) if args.out else None
+        questions = list(_questions(args, suite))
+    except (ValueError, OSError) as exc:  # of what the user gave: no trace of calls helps
+        parser.error(str(exc))
     with _answers(args, model_dir, suite) as answers:
-        curves = _curves(args, answers.num_layers)
+        try:
+            curves = _curves(args, answers.num_layers)
+        except ValueError as exc:
+            parser.error(str(exc))
         outcomes = measured(answers, questions, curves, results)
     if args.qualify:
         report.print_qualification(outcomes)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from benchmarks.bench_quality import measured
+from benchmarks.bench_quality import main, measured
 from benchmarks.quality.curves import (
     Curve,
     bounds,
@@ -25,7 +25,13 @@ from benchmarks.quality.stats import (
     sufficient_coverages,
     wilson_interval,
 )
-from benchmarks.quality.suites import ENGLISH, SYNTHETIC, NoOtherOrderError, suite_of
+from benchmarks.quality.suites import (
+    ENGLISH,
+    SYNTHETIC,
+    SYNTHETIC_MODEL,
+    NoOtherOrderError,
+    suite_of,
+)
 from benchmarks.quality.synthetic_tasks import solve
 from benchmarks.quality.types import Question
 from planner import Signal
@@ -269,6 +275,26 @@ def test_a_model_names_its_suite(tmp_path):
     (tmp_path / "quality.json").write_text('{"suite": "other"}')
     with pytest.raises(ValueError, match="other"):
         suite_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "nothing"], "no task 'nothing'"),
+        (["--count", "0"], "must be 1 or more"),
+        (["--coverages", "0.1", "2"], "within 0 and 1"),
+        (["--questions", "missing.jsonl", "--format", "multi-hop"], "missing.jsonl"),
+        (["--questions", "missing.jsonl"], "go together"),
+        (["--out", "{folder}/other.jsonl"], "another run"),
+        (["--tasks", "vt", "--documents", "4", "--curves", "nothing"], "no curve is called"),
+    ],
+)
+def test_wrong_arguments_are_named_without_a_trace(tmp_path, capsys, arguments, message):
+    (tmp_path / "other.jsonl").write_text("{}\n")
+    arguments = [argument.format(folder=tmp_path) for argument in arguments]
+    with pytest.raises(SystemExit):
+        main(["--model", str(SYNTHETIC_MODEL), *arguments])
+    assert message in capsys.readouterr().err
 
 
 # ---- what is printed ----
