@@ -72,19 +72,24 @@ def main(argv: list[str] | None = None) -> None:
         for question in suite.questions(task, args.documents, args.seed, args.count)
     ]
     with walked_answers(model_dir, suite.form, dtype=args.dtype, seed=args.seed) as answers:
-        results = []
-        for name in args.only:
-            print(f"\n{name}: {CHOICES[name].__doc__}")
-            if name == "anchor":
-                outcomes = _anchors(args, model_dir, suite, questions)
-            else:
-                curves = CHOICES[name](answers.num_layers)
-                full = static_policy(FULL_PREFILL)
-                outcomes = measured(answers, questions, [full, *curves], None)
-            _print_curves(outcomes)
-            if name == "auto":
-                _print_auto(outcomes, answers.num_layers)
-            results += [{"choice": name, **row} for row in as_json(outcomes)]
+        num_layers = answers.num_layers
+        wanted = {name: CHOICES[name](num_layers) for name in args.only if name != "anchor"}
+        # several choices share curves: each question is asked once under each
+        curves = {curve.name: curve for some in wanted.values() for curve in some}
+        full = static_policy(FULL_PREFILL)
+        found = measured(answers, questions, [full, *curves.values()], None) if curves else []
+    results = []
+    for name in args.only:
+        print(f"\n{name}: {CHOICES[name].__doc__}")
+        if name == "anchor":
+            outcomes = _anchors(args, model_dir, suite, questions)
+        else:
+            names = {FULL_PREFILL, *(curve.name for curve in wanted[name])}
+            outcomes = [outcome for outcome in found if outcome.curve in names]
+        _print_curves(outcomes)
+        if name == "auto":
+            _print_auto(outcomes, num_layers)
+        results += [{"choice": name, **row} for row in as_json(outcomes)]
     print_json("calibrate", seed=args.seed, results=results)
 
 

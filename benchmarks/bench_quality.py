@@ -14,7 +14,6 @@ ones. Bring your own questions with --questions.
 """
 
 import argparse
-import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ from benchmarks.quality.suites import SUITES, NoOtherOrderError, Suite, suite_of
 from benchmarks.quality.types import Question
 from benchmarks.report import argument_parser, print_json, say
 from deploy.models import resolve_model
+from kv_tier.keys import model_fingerprint
 
 RESULTS_VERSION = 1
 REPORT_EVERY_S = 20.0
@@ -175,15 +175,11 @@ def _answers(args: argparse.Namespace, model_dir: Path, suite: Suite) -> Any:
 
 def _header(args: argparse.Namespace, model_dir: Path) -> str:
     """What results must share to be counted together."""
-    weights = hashlib.sha256()
-    for path in sorted(model_dir.glob("*.safetensors")):
-        with path.open("rb") as file:
-            weights.update(hashlib.file_digest(file, "sha256").digest())
     return json.dumps(
         {
             "version": RESULTS_VERSION,
             "model": model_dir.name,
-            "weights": weights.hexdigest()[:16],
+            "fingerprint": model_fingerprint(model_dir),
             "engine": args.engine,
             "dtype": args.dtype,
             "anchor": args.anchor,

@@ -12,6 +12,7 @@ from benchmarks.quality.prompts import Endpoint, PromptForm
 from benchmarks.quality.synthetic_tasks import (
     PrTask,
     VtTask,
+    keeping_order,
     permute_documents,
     pr_question,
     vt_question,
@@ -161,9 +162,7 @@ def permute_english(question: Question, seed: int) -> Question:
     order = list(range(len(question.documents)))
     rng.shuffle(order)
     if question.task.startswith("vt"):
-        chain = set(_variable_documents(question))
-        in_order = iter(sorted(chain))
-        order = [next(in_order) if index in chain else index for index in order]
+        order = keeping_order(order, set(_variable_documents(question)))
     return replace(
         question,
         question_id=f"{question.question_id}/permuted",

@@ -6,7 +6,7 @@ reading alone; it shares nothing with what makes the questions.
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 
 from benchmarks.quality.types import Question, RetrievedDocument, Scorer
@@ -269,9 +269,13 @@ def _vt_order(rng: random.Random, question: Question) -> list[int]:
     while name in sources:
         name, index = sources[name]
         chain.add(index)
-    order = _shuffled(rng, range(len(question.documents)))
-    in_order = iter(sorted(chain))
-    return [next(in_order) if index in chain else index for index in order]
+    return keeping_order(_shuffled(rng, range(len(question.documents))), chain)
+
+
+def keeping_order(order: Iterable[int], kept: Set[int]) -> list[int]:
+    """An order of documents in which those of `kept` stand at the same places, but ascending."""
+    ascending = iter(sorted(kept))
+    return [next(ascending) if index in kept else index for index in order]
 
 
 def _pr_order(rng: random.Random, question: Question) -> list[int]:

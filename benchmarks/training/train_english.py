@@ -27,6 +27,7 @@ from benchmarks.training.english_batches import (
 )
 from benchmarks.training.english_network import AdaptedLlama
 from benchmarks.training.english_tasks import TASKS, english_context
+from benchmarks.training.schedule import learning_rate, training_log
 from cluster.config import PromptConfig
 from cluster.prompt import PromptBuilder
 from cluster.tokenizer import HfTokenizer
@@ -47,7 +48,6 @@ GROWTH_SHARE = 0.25  # of the steps
 
 WARMUP_STEPS = 20
 DECAY_SHARE = 0.7
-FINAL_LR = 0.03
 MAX_GRAD_NORM = 1.0
 REPORT_EVERY = 25
 HELD_OUT_EVERY = 100
@@ -84,14 +84,7 @@ def train(args: argparse.Namespace) -> None:
         parameters, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0, foreach=True
     )
     mixture = Mixture(rng)
-    args.out.mkdir(parents=True, exist_ok=True)
-    log = (args.out / "training.log").open("a")
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        log.write(line + "\n")
-        log.flush()
-
+    say = training_log(args.out)
     size = sum(parameter.numel() for parameter in parameters)
     say(
         f"start seed {args.seed} steps {args.steps} tokens a step {args.tokens} lr {args.lr} "
@@ -107,8 +100,9 @@ def train(args: argparse.Namespace) -> None:
         loss, exact = answer_all(model, sequences)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+        rate = learning_rate(step, args.steps, warmup_steps=WARMUP_STEPS, decay=DECAY_SHARE)
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * learning_rate(step, args.steps)
+            group["lr"] = args.lr * rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         num_tokens += sum(len(one.ids) for one in sequences)
@@ -168,12 +162,6 @@ def label(question: Question) -> str:
 
 def rates(met: dict[str, list[bool]]) -> str:
     return " ".join(f"{name} {sum(v) / len(v):.2f}/{len(v)}" for name, v in sorted(met.items()))
-
-
-def learning_rate(step: int, steps: int) -> float:
-    """Share of the full rate: a short rise, a plateau, a long fall."""
-    left = (steps - step) / steps
-    return min(1.0, step / WARMUP_STEPS, max(FINAL_LR, left / DECAY_SHARE))
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from benchmarks.training.schedule import learning_rate, training_log
 from benchmarks.training.synthetic_batches import (
     ANSWER,
     BINDING,
@@ -84,7 +85,6 @@ PR_JOINS_AT = 6  # level of variable tracking
 
 WARMUP_STEPS = 30
 MUON_LR, ADAM_LR = 0.02, 3e-3
-FINAL_LR = 0.03
 REPORT_EVERY = 50
 KIND_NAMES = {ANSWER: "answer", HELPER: "helper", BINDING: "binding"}
 
@@ -210,14 +210,7 @@ def train(args: argparse.Namespace) -> None:
     vt_levels = tuple(replace(level, hop_weight=args.hop_weight) for level in VT_LEVELS)
     vt = Task("vt", vt_batch, vt_levels, args.vt_level, mixing)
     pr = Task("pr", pr_batch, PR_LEVELS, args.pr_level, mixing)
-    args.out.mkdir(parents=True, exist_ok=True)
-    log = (args.out / "training.log").open("a")
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        log.write(line + "\n")
-        log.flush()
-
+    say = training_log(args.out)
     size = sum(weight.numel() for weight in trainer.model.parameters())
     say(f"start {' '.join(f'{k}={v}' for k, v in vars(args).items())} parameters={size}")
     started, num_tokens = time.monotonic(), 0
@@ -227,7 +220,8 @@ def train(args: argparse.Namespace) -> None:
         joined = joined or vt.level >= PR_JOINS_AT
         task = pr if joined and step % args.pr_every == 1 else vt
         batch, at_level = task.batch(rng, args.tokens)
-        loss, met, positions = trainer.step(batch, learning_rate(step, args.steps, args.decay))
+        rate = learning_rate(step, args.steps, warmup_steps=WARMUP_STEPS, decay=args.decay)
+        loss, met, positions = trainer.step(batch, rate)
         num_tokens += batch.ids.size
         kinds, hops = batch.kinds.reshape(-1)[positions], batch.hops.reshape(-1)[positions]
         if at_level:
@@ -254,13 +248,6 @@ def train(args: argparse.Namespace) -> None:
             say(f"step {step} {task.name} rises to level {task.level}")
     trainer.save(args.out)
     say(f"done step {step} seconds {time.monotonic() - started:.0f} tokens {num_tokens}")
-
-
-def learning_rate(step: int, steps: int, decay: float) -> float:
-    """Share of the full rate: a short rise, a plateau, a fall over the last part of the steps."""
-    left = (steps - step) / steps
-    falling = max(FINAL_LR, left / decay)
-    return min(1.0, step / WARMUP_STEPS, falling)
 
 
 def main() -> None:

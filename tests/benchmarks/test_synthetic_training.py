@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.training.schedule import learning_rate
 from benchmarks.training.synthetic_batches import (
     ANSWER,
     NO_TARGET,
@@ -23,7 +24,6 @@ from benchmarks.training.train_synthetic import (
     VT_LEVELS,
     Mixing,
     Task,
-    learning_rate,
     train,
 )
 
@@ -123,7 +123,7 @@ def test_a_task_rises_after_good_batches_only():
 
 
 def test_the_learning_rate_rises_stays_and_falls():
-    rates = [learning_rate(step, 1000, 0.25) for step in range(1, 1001)]
+    rates = [learning_rate(step, 1000, warmup_steps=30, decay=0.25) for step in range(1, 1001)]
     assert rates[0] < rates[10] < 1.0
     assert all(rate == 1.0 for rate in rates[40:700])
     assert rates[760] > rates[900] > rates[-1] > 0
