@@ -1,9 +1,13 @@
 """Decisions: cost model, recompute planner, scheduler policy. Pure; no torch, Ray or Redis."""
 
 from planner.auto_signal import AutoRule
+from planner.budget_planner import BudgetPlanner, BudgetPlannerConfig
 from planner.clock import Clock, MonotonicClock
 from planner.cost_model import CostModel, PrefillShape, Work, fit_cost_model, prefill_work
 from planner.coverage_resolver import PatchDemand, resolve_coverages
+from planner.demand import DemandCurves, built_in_demand
+from planner.demand_profile import DemandAnchor, DemandBucket, DemandProfile
+from planner.plan_explanation import PlanCandidate, PlanExplanation
 from planner.policies import ADAPTIVE, CUSTOM, FULL_PREFILL, STATIC_POLICIES, policy_names
 from planner.recompute_planner import (
     BudgetBand,
@@ -21,6 +25,7 @@ from planner.scheduler import (
     SloScheduler,
     request_shape,
 )
+from planner.timeline import LayerTimes, Link, Timeline, arrivals_ms, layer_times, run_timeline
 from planner.types import (
     BatchPlan,
     ChunkRef,
@@ -47,16 +52,26 @@ __all__ = [
     "BatchDecision",
     "BatchPlan",
     "BudgetBand",
+    "BudgetPlanner",
+    "BudgetPlannerConfig",
     "ChunkRef",
     "Clock",
     "CostModel",
+    "DemandAnchor",
+    "DemandBucket",
+    "DemandCurves",
+    "DemandProfile",
     "Deviation",
     "EngineInfo",
     "EngineLoad",
     "FcfsConfig",
     "FcfsScheduler",
+    "LayerTimes",
+    "Link",
     "MonotonicClock",
     "PatchDemand",
+    "PlanCandidate",
+    "PlanExplanation",
     "PlanInput",
     "PrefillResult",
     "PrefillShape",
@@ -74,10 +89,15 @@ __all__ = [
     "SlackPlannerConfig",
     "SloScheduler",
     "Ticket",
+    "Timeline",
     "Work",
+    "arrivals_ms",
+    "built_in_demand",
     "fit_cost_model",
+    "layer_times",
     "policy_names",
     "prefill_work",
     "request_shape",
     "resolve_coverages",
+    "run_timeline",
 ]

@@ -1,11 +1,13 @@
 """How much to recompute: from the time that is left to a coverage for each request of a batch."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from planner.cost_model import CostModel, PrefillShape, prefill_work
 from planner.policies import ADAPTIVE
+from planner.timeline import Link
 from planner.types import BatchPlan, Deviation, RecomputeConfig, RequestPlan, Signal
 
 EDGE = 1e-6  # a coverage next to 0 or 1
@@ -25,11 +27,21 @@ class BudgetBand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInput:
-    """One request of a batch as the planner sees it; `config` is None for adaptive requests."""
+    """One request of a batch as the planner sees it; `config` is None for adaptive requests.
+
+    num_context_tokens: stored or not; None: those that are stored
+    layer_bytes: of its stored KV in one layer, as far as a link has to bring it
+    """
 
     shape: PrefillShape
     policy: str = ADAPTIVE
     config: RecomputeConfig | None = None
+    num_context_tokens: int | None = None
+    layer_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.layer_bytes) or self.layer_bytes < 0:
+            raise ValueError(f"layer_bytes must be finite and not negative, got {self.layer_bytes}")
 
 
 class RecomputePlanner(Protocol):
@@ -40,8 +52,15 @@ class RecomputePlanner(Protocol):
     """
 
     def plan(
-        self, requests: Sequence[PlanInput], *, budget_ms: float, cost: CostModel
-    ) -> BatchPlan: ...
+        self,
+        requests: Sequence[PlanInput],
+        *,
+        budget_ms: float,
+        cost: CostModel,
+        link: Link | None = None,
+    ) -> BatchPlan:
+        """link: what the requests' `layer_bytes` come over; None: all KV is in host memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +83,19 @@ class SlackPlanner:
 
     The cost is linear in the coverage, so the coverage that meets the budget, less a reserve, is a
     division. Below the floor's cost it runs the floor, above the saturation's the saturation.
+    Waiting for stored KV is left to the engine, which solves the coverage again.
     """
 
     def __init__(self, config: SlackPlannerConfig) -> None:
         self._config = config
 
     def plan(
-        self, requests: Sequence[PlanInput], *, budget_ms: float, cost: CostModel
+        self,
+        requests: Sequence[PlanInput],
+        *,
+        budget_ms: float,
+        cost: CostModel,
+        link: Link | None = None,
     ) -> BatchPlan:
         if not requests:
             raise ValueError("a batch needs at least one request")

@@ -7,6 +7,7 @@ their state as arguments, the simulator will do the same.
 from collections import OrderedDict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from planner.cost_model import CostModel, PrefillShape
@@ -26,7 +27,10 @@ class QueueFullError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaState:
-    """A replica that could take a batch now."""
+    """A replica that could take a batch now, or one in prefill that will be free later.
+
+    Those in prefill take no batch; a policy that looks ahead counts on them.
+    """
 
     replica_id: str
     cost: CostModel
@@ -34,6 +38,34 @@ class ReplicaState:
     free_kv_tokens: int  # in KV blocks; negative when prompts are parked
     parking_tokens: int = 0  # room in host memory for prompts that are prefilled without blocks
     resident: Set[str] = field(default_factory=frozenset)  # chunk ids hot on its node
+    node_id: str = ""  # whose chunks `resident` are; empty: a node of its own
+    busy_until_ms: float | None = None  # when its prefill should be over, of the clock; None: idle
+    max_kv_tokens: int | None = None  # what `free_kv_tokens` is without any request; None: unknown
+
+    @property
+    def is_free(self) -> bool:
+        return self.busy_until_ms is None and self.free_seqs >= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedBatch:
+    """A candidate batch and what it was worth, for those who ask why."""
+
+    request_ids: tuple[str, ...]
+    budget_ms: float
+    expected_ms: float
+    expected_passes: float
+    waiting_passes: float  # of the requests that stay in the queue, in the projection
+    parked: bool  # needs room in host memory
+
+    @property
+    def value(self) -> float:
+        return self.expected_passes + self.waiting_passes
+
+
+class RefusalReason(StrEnum):
+    HOPELESS = "hopeless"  # the deadline cannot be met any more, even at the floor
+    IMPOSSIBLE = "impossible"  # longer than what any replica can hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +76,17 @@ class BatchDecision:
     requests: tuple[RequestProfile, ...]
     queue_ms: tuple[float, ...]
     plan: BatchPlan
+    judged: tuple[JudgedBatch, ...] = ()  # the best candidates, planned; the chosen one first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedRequest:
+    """A request that the scheduler has given up."""
+
+    request_id: str
+    reason: RefusalReason
+    needed_ms: float  # what it takes alone at the floor
+    slack_ms: float  # what it had left
 
 
 class SloScheduler(Protocol):
@@ -66,11 +109,25 @@ class SloScheduler(Protocol):
         """Form a batch for one of the replicas that are free, or None if nothing can run."""
         ...
 
+    def take_refused(self, *, now_ms: float) -> Sequence[RefusedRequest]:
+        """Give up the requests that are not to wait any longer; each is returned once."""
+        ...
+
 
 def request_shape(profile: RequestProfile, resident: Set[str]) -> PrefillShape:
     """Split a request's tokens by what the replica's node has in its store."""
     cached = sum(c.num_tokens for c in profile.chunks if c.chunk_id in resident)
     return PrefillShape(num_cached=cached, num_always=profile.num_prompt_tokens - cached)
+
+
+def plan_input(profile: RequestProfile, resident: Set[str]) -> PlanInput:
+    """The request as the planner sees it on a replica whose node holds these chunks."""
+    return PlanInput(
+        shape=request_shape(profile, resident),
+        policy=profile.policy,
+        config=profile.config,
+        num_context_tokens=profile.num_context_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +146,10 @@ class FcfsConfig:
 class _Waiting:
     profile: RequestProfile
     since_ms: float
+
+    @property
+    def deadline_ms(self) -> float:
+        return self.since_ms + self.profile.ttft_slo_ms - self.profile.elapsed_ms
 
     def slack_ms(self, now_ms: float) -> float:
         return self.profile.ttft_slo_ms - self.profile.elapsed_ms - (now_ms - self.since_ms)
@@ -126,24 +187,18 @@ class FcfsScheduler:
     ) -> BatchDecision | None:
         if not self._waiting:
             return None
-        head = next(iter(self._waiting.values())).profile
+        queue = self._queue()
+        head = queue[0].profile
         fitting = [r for r in replicas if self._fits(head, r)]
         if not fitting:
             return None
         replica = max(
             fitting, key=lambda r: (request_shape(head, r.resident).num_cached, r.free_kv_tokens)
         )
-        members = self._members(head, replica)
+        members = self._members(queue, replica)
         for waiting in members:
             del self._waiting[waiting.profile.request_id]
-        inputs = [
-            PlanInput(
-                shape=request_shape(m.profile, replica.resident),
-                policy=m.profile.policy,
-                config=m.profile.config,
-            )
-            for m in members
-        ]
+        inputs = [plan_input(m.profile, replica.resident) for m in members]
         budget_ms = min(m.slack_ms(now_ms) for m in members)
         return BatchDecision(
             replica_id=replica.replica_id,
@@ -152,20 +207,28 @@ class FcfsScheduler:
             plan=self._planner.plan(inputs, budget_ms=budget_ms, cost=replica.cost),
         )
 
-    def _fits(self, profile: RequestProfile, replica: ReplicaState) -> bool:
-        return replica.free_seqs >= 1 and profile.num_prompt_tokens <= _room(profile, replica)
+    def take_refused(self, *, now_ms: float) -> Sequence[RefusedRequest]:
+        return ()  # whoever waits is served
 
-    def _members(self, head: RequestProfile, replica: ReplicaState) -> list[_Waiting]:
-        """The head and the oldest requests behind it with the same (S, w, p), up to the limits."""
+    def _fits(self, profile: RequestProfile, replica: ReplicaState) -> bool:
+        return replica.is_free and profile.num_prompt_tokens <= room_tokens(profile, replica)
+
+    def _queue(self) -> list[_Waiting]:
+        """All that wait, those whose turn it is first."""
+        return list(self._waiting.values())
+
+    def _members(self, queue: Sequence[_Waiting], replica: ReplicaState) -> list[_Waiting]:
+        """The head and the first requests behind it with the same (S, w, p), up to the limits."""
+        head = queue[0].profile
         members: list[_Waiting] = []
         num_tokens = 0
         limit = min(self._config.max_batch_requests, replica.free_seqs)
-        max_tokens = min(self._config.max_batch_tokens, _room(head, replica))
-        for waiting in self._waiting.values():
+        max_tokens = min(self._config.max_batch_tokens, room_tokens(head, replica))
+        for waiting in queue:
             if len(members) == limit:
                 break
             profile = waiting.profile
-            if _phase_key(profile) != _phase_key(head):
+            if phase_key(profile) != phase_key(head):
                 continue
             num_tokens += profile.num_prompt_tokens
             if members and num_tokens > max_tokens:
@@ -174,20 +237,27 @@ class FcfsScheduler:
         return members
 
 
-def _is_reusing(profile: RequestProfile) -> bool:
+class EdfScheduler(FcfsScheduler):
+    """Earliest deadline first, else as `FcfsScheduler`: the head of the queue decides alone."""
+
+    def _queue(self) -> list[_Waiting]:
+        return sorted(self._waiting.values(), key=lambda waiting: waiting.deadline_ms)
+
+
+def is_reusing(profile: RequestProfile) -> bool:
     """Whether the request goes through the phases, and not through the engine's own prefill."""
     return profile.policy != FULL_PREFILL and bool(profile.chunks)
 
 
-def _room(profile: RequestProfile, replica: ReplicaState) -> int:
+def room_tokens(profile: RequestProfile, replica: ReplicaState) -> int:
     """Tokens of prompts of this kind that the replica can prefill now."""
-    parking = replica.parking_tokens if _is_reusing(profile) else 0
+    parking = replica.parking_tokens if is_reusing(profile) else 0
     return replica.free_kv_tokens + parking
 
 
-def _phase_key(profile: RequestProfile) -> tuple[object, ...]:
+def phase_key(profile: RequestProfile) -> tuple[object, ...]:
     """Requests with the same key can share a batch's phases."""
-    if not _is_reusing(profile):
+    if not is_reusing(profile):
         return (FULL_PREFILL,)
     if profile.config is None:
         return ()

@@ -159,6 +159,7 @@ class RequestPlan:
     target_ms: float = 0.0  # what a coverage that is solved again has to keep
     num_cached: int = 0  # stored chunk tokens that the plan counts on
     cost_scale: float = 1.0  # `CostModel.scale` that `expected_ms` was made with
+    pass_probability: float = 0.0  # that the coverage is enough; 0 where nobody estimated it
 
     @classmethod
     def of_config(cls, policy: str, config: RecomputeConfig, *, num_layers: int) -> "RequestPlan":
@@ -183,6 +184,7 @@ class BatchPlan:
     requests: tuple[RequestPlan, ...]
     budget_ms: float
     expected_ms: float
+    expected_passes: float = 0.0  # requests whose coverage is enough; counts if it ends in time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

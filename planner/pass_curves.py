@@ -1,0 +1,232 @@
+"""What time is worth to a request: its floor cost, and the passes that more time buys.
+
+The scheduler compares dozens of batches in a decision and cannot plan each of them. It asks the
+planner for single requests instead, a few budgets each, and keeps the concave envelope. The curve
+of a batch is then the merge of its members' segments, the steepest first: what a planner that
+shifts coverage to the best marginal pass probability would get. The few batches that look best
+are planned for real.
+
+Costs are linear in the share of a prompt that is stored, and all but linear between lengths that
+are a 32nd of an octave apart, so that a few hundred curves serve every request.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost_model import CostModel, PrefillShape
+from planner.recompute_planner import PlanInput, RecomputePlanner
+from planner.types import BatchPlan, RecomputeConfig
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+PassesOf = Callable[[BatchPlan], float]
+
+SAMPLES = (0.2, 0.55)  # between the floor's and the saturation's time
+NUM_SEGMENTS = len(SAMPLES) + 1
+STEPS_PER_OCTAVE = 32
+COVERAGE_STEPS = 64
+MAX_CELLS = 16_384
+AMPLE_MS = 1e12  # more than any prefill takes
+
+
+def planned_passes(plan: BatchPlan) -> float:
+    """The planner's own estimate."""
+    return plan.expected_passes
+
+
+def one_each(plan: BatchPlan) -> float:
+    """For planners without a demand profile: whoever is on time passes."""
+    return float(len(plan.requests))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCurve:
+    """Of one request alone, on the reference machine.
+
+    segments: (ms, passes) beyond the floor, the most passes per ms first.
+    cold_ms: the floor's time where nothing is stored.
+    """
+
+    floor_ms: float
+    floor_passes: float
+    segments: tuple[tuple[float, float], ...]
+    cold_ms: float
+
+
+class CurveBook:
+    """Curves by kind and length of a request, made when they are first asked for.
+
+    cost: of the reference machine, at scale 1; the scheduler multiplies by a replica's own.
+    reserve: share of a budget that the planner keeps back.
+    """
+
+    def __init__(
+        self, planner: RecomputePlanner, passes: PassesOf, cost: CostModel, *, reserve: float
+    ) -> None:
+        self._planner = planner
+        self._passes = passes
+        self._reserve = reserve
+        self._cells: dict[tuple[object, ...], tuple[RequestCurve, RequestCurve]] = {}
+        self.cost = cost
+
+    def curve(
+        self, num_tokens: int, num_cached: int, *, policy: str, config: RecomputeConfig | None
+    ) -> RequestCurve:
+        """Of a prompt of `num_tokens`, of which the KV of `num_cached` is stored."""
+        num_tokens = max(2, num_tokens)
+        if config is not None:
+            steps = math.ceil(config.coverage * COVERAGE_STEPS)
+            config = replace(config, coverage=min(1.0, steps / COVERAGE_STEPS))
+        step = math.ceil(STEPS_PER_OCTAVE * math.log2(num_tokens) - 1e-9)
+        shorter, longer = _length(step - 1), _length(step)
+        above = 1.0 if longer <= shorter else (num_tokens - shorter) / (longer - shorter)
+        return _blend(
+            self._cell(shorter, policy, config),
+            self._cell(longer, policy, config),
+            above=above,
+            share=min(1.0, max(0, num_cached - 1) / max(1, num_tokens - 2)),
+        )
+
+    def _cell(
+        self, length: int, policy: str, config: RecomputeConfig | None
+    ) -> tuple[RequestCurve, RequestCurve]:
+        """With nothing stored but a token, and with everything but one."""
+        key = (policy, config, length)
+        if key not in self._cells:
+            if len(self._cells) >= MAX_CELLS:
+                self._cells.clear()
+            self._cells[key] = (
+                self._measure(length, 1, policy, config),
+                self._measure(length, length - 1, policy, config),
+            )
+        return self._cells[key]
+
+    def _measure(
+        self, length: int, num_cached: int, policy: str, config: RecomputeConfig | None
+    ) -> RequestCurve:
+        shape = PrefillShape(num_cached=num_cached, num_always=length - num_cached)
+        request = [PlanInput(shape=shape, policy=policy, config=config, num_context_tokens=length)]
+
+        def at(budget_ms: float) -> tuple[float, float]:
+            plan = self._planner.plan(request, budget_ms=budget_ms, cost=self.cost)
+            return plan.expected_ms, self._passes(plan)
+
+        floor_ms, floor_passes = at(0.0)
+        most_ms, most_passes = at(AMPLE_MS)
+        points = [(0.0, 0.0), (most_ms - floor_ms, most_passes - floor_passes)]
+        if points[1][0] > 0.0 and points[1][1] > 0.0:
+            for sample in SAMPLES:
+                target_ms = floor_ms + sample * (most_ms - floor_ms)
+                ms, passes = at(target_ms / (1.0 - self._reserve))
+                points.append((ms - floor_ms, passes - floor_passes))
+        return RequestCurve(floor_ms, floor_passes, _envelope(points), cold_ms=floor_ms)
+
+
+def _length(step: int) -> int:
+    return max(2, math.ceil(math.exp2(step / STEPS_PER_OCTAVE) - 1e-9))
+
+
+def _blend(
+    shorter: tuple[RequestCurve, RequestCurve],
+    longer: tuple[RequestCurve, RequestCurve],
+    *,
+    above: float,
+    share: float,
+) -> RequestCurve:
+    """Between two lengths, each with nothing stored and with everything.
+
+    above: of the way from the shorter to the longer; share: of the prompt that is stored. Where
+    nothing is stored there is nothing to choose, so time for more coverage is that of the stored
+    share, in the steps of the longer prompt.
+    """
+
+    def mix(a: float, b: float, weight: float) -> float:
+        return (1.0 - weight) * a + weight * b
+
+    cold_ms = mix(shorter[0].floor_ms, longer[0].floor_ms, above)
+    hot_ms = mix(shorter[1].floor_ms, longer[1].floor_ms, above)
+    long_rise = sum(ms for ms, _ in longer[1].segments)
+    rise = mix(sum(ms for ms, _ in shorter[1].segments), long_rise, above)
+    stretch = share * rise / long_rise if long_rise > 0.0 else 0.0
+    return RequestCurve(
+        floor_ms=mix(cold_ms, hot_ms, share),
+        floor_passes=mix(longer[0].floor_passes, longer[1].floor_passes, share),
+        segments=tuple((stretch * ms, passes) for ms, passes in longer[1].segments),
+        cold_ms=cold_ms,
+    )
+
+
+def _envelope(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Segments of the smallest concave rising function above the points, from (0, 0).
+
+    Time that brings nothing is a last segment without passes.
+    """
+    hull: list[tuple[float, float]] = []
+    highest = 0.0
+    for x, y in sorted(set(points)):
+        highest = max(highest, y)
+        while len(hull) >= 2:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (x - x0) > (highest - y0) * (x1 - x0):
+                break
+            hull.pop()
+        if hull and x <= hull[-1][0]:
+            continue
+        hull.append((x, highest))
+    return tuple((b[0] - a[0], b[1] - a[1]) for a, b in pairwise(hull))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCurves:
+    """Candidate batches, one a row: passes as a concave function of the time they take.
+
+    times_ms, passes: [num_candidates, num_points], rising, from the floor to the saturation.
+    """
+
+    times_ms: Floats
+    passes: Floats
+
+    @classmethod
+    def merge(
+        cls, floor_ms: Floats, floor_passes: Floats, segment_ms: Floats, segment_passes: Floats
+    ) -> "BatchCurves":
+        """floor_ms, floor_passes: [num_candidates], of the whole batch.
+
+        segment_ms, segment_passes: [num_candidates, num_segments], of all members; zeros fill up.
+        """
+        slopes = segment_passes / np.maximum(segment_ms, 1e-12)
+        order = np.argsort(-slopes, axis=1, kind="stable")
+        times = np.take_along_axis(segment_ms, order, axis=1)
+        passes = np.take_along_axis(segment_passes, order, axis=1)
+        times = np.concatenate([floor_ms[:, None], times], axis=1)
+        passes = np.concatenate([floor_passes[:, None], passes], axis=1)
+        return cls(np.cumsum(times, axis=1), np.cumsum(passes, axis=1))
+
+    @property
+    def floor_ms(self) -> Floats:
+        return self.times_ms[:, 0]
+
+    @property
+    def saturation_ms(self) -> Floats:
+        return self.times_ms[:, -1]
+
+    def passes_at(self, ms: Floats, rows: Ints | None = None) -> Floats:
+        """ms, rows, returns: [num_times]; under the floor's time it is the floor.
+
+        rows: the candidate of each time; None: one time each, in order.
+        """
+        if rows is None:
+            rows = np.arange(len(ms))
+        times, passes = self.times_ms[rows], self.passes[rows]
+        left = np.minimum((times <= ms[:, None]).sum(axis=1) - 1, times.shape[1] - 2).clip(0)
+        places = np.arange(len(ms))
+        start, end = times[places, left], times[places, left + 1]
+        share = ((ms - start) / np.maximum(end - start, 1e-12)).clip(0.0, 1.0)
+        low = passes[places, left]
+        result: Floats = low + share * (passes[places, left + 1] - low)
+        return result
