@@ -176,12 +176,12 @@ def total_ms(case: OracleCase, signal: Signal, w: int, p: int, coverages: Floats
     always = np.array([r.shape.num_always for r in case.requests], dtype=float)
     tokens = cached + always
     dense = cost.row_ms * tokens + cost.pair_ms * tokens**2 / 2
+    layer_bytes = sum(r.layer_bytes for r in case.requests)
     active = always + coverages * cached
     selected = active * (cost.row_ms + cost.selected_pair_ms * tokens / 2)
-    stitch = cost.reuse_ms * cached.sum()
+    stitch = cost.layer_ms + cost.reuse_ms * cached.sum()
     patch = np.where(active == tokens, dense, selected).sum(axis=1) + stitch
-    layer_bytes = sum(r.layer_bytes for r in case.requests)
-    now = np.full(len(coverages), w * dense.sum())
+    now = np.full(len(coverages), w * (cost.layer_ms + dense.sum()))
 
     def arrival(layer: int) -> float:
         if case.link is None or layer_bytes == 0:
@@ -230,6 +230,7 @@ def random_case(rng: random.Random) -> OracleCase:
     cost = CostModel(
         num_layers=num_layers,
         fixed_ms=rng.uniform(0.0, 20.0),
+        layer_ms=rng.uniform(0.0, 5.0),
         row_ms=row_ms,
         pair_ms=row_ms * rng.uniform(0.0, 3e-4),
         selected_pair_ms=row_ms * rng.uniform(0.0, 6e-4),

@@ -351,8 +351,10 @@ class BatchChoice:
 
     def _plan(self, rows: Sequence[int], budget_ms: float) -> BatchPlan:
         chosen = self._s.chosen
-        inputs = [plan_input(self._table.entry(row).profile, chosen.resident) for row in rows]
-        return self._planner.plan(inputs, budget_ms=max(0.0, budget_ms), cost=chosen.cost)
+        inputs = [plan_input(self._table.entry(row).profile, chosen) for row in rows]
+        return self._planner.plan(
+            inputs, budget_ms=max(0.0, budget_ms), cost=chosen.cost, link=chosen.link
+        )
 
     def _decision(
         self, rows: Sequence[int], plan: BatchPlan, *, judged: tuple[JudgedBatch, ...]

@@ -147,7 +147,8 @@ class BatchTimes:
         tokens = cached + always
         selected = row + scale * cost.selected_pair_ms * tokens / 2  # a selected row, [batch]
         dense = row + scale * cost.pair_ms * tokens / 2
-        stitch = scale * cost.reuse_ms * float(cached.sum())
+        layer = scale * cost.layer_ms
+        stitch = layer + scale * cost.reuse_ms * float(cached.sum())
         self.fixed_ms = scale * cost.fixed_ms
         self._num_layers = cost.num_layers
         self.reuses = cached > 0
@@ -156,7 +157,7 @@ class BatchTimes:
         self.filter_ms = float(self.filter_slopes.sum())  # with one coverage for all
         self.projected_slopes = PROJECTED * self.filter_slopes
         self.projected_ms = PROJECTED * self.filter_ms
-        self._warmup_ms = float(dense @ tokens)
+        self._warmup_ms = layer + float(dense @ tokens)
         self._patch_ms = stitch + float(np.where(cached > 0, selected, dense) @ always)
         self._stitch_ms = stitch
         self._question_ms = float((2 * selected - row) @ always)  # sees all keys, not half

@@ -3,8 +3,8 @@
 One layer over n packed rows, each attending m keys on average, takes `c1·n + c2·n·m`: projections
 and MLP are linear in rows, attention in row-key pairs. Pairs of selected rows cost more than those
 of the dense causal kernel, so they have a price of their own. Reusing one stored token in one layer
-(read, rotate, scatter) has one too, and every prefill pays a fixed time (admission, engine steps,
-the last token).
+(read, rotate, scatter) has one too, as has every layer that a batch walks, whatever its size. Every
+prefill pays a fixed time (admission, engine steps, the last token).
 """
 
 from collections.abc import Sequence
@@ -35,6 +35,7 @@ class PrefillShape:
 class Work:
     """Arithmetic of a prefill, counted in units that the cost model prices."""
 
+    layers: float  # walked by the batch, those of the Probe among them
     rows: float  # token-layers computed
     pairs: float  # row-key pairs attended by all rows of a prompt
     selected_pairs: float  # row-key pairs attended by selected rows
@@ -61,6 +62,9 @@ def prefill_work(
     is_probed = walks_layers and any(0.0 < r < 1.0 for r in coverages)
     probes = probe_len if is_probed else 0
     rows = pairs = selected_pairs = reused = 0.0
+    layers = float(num_layers + probes)
+    if signal is Signal.QCI_FINAL and any(0.0 < r < 1.0 for r in coverages):
+        layers += num_layers
     for shape, coverage in zip(shapes, coverages, strict=True):
         n = shape.num_tokens
         active = shape.num_always + coverage * shape.num_cached
@@ -86,6 +90,7 @@ def prefill_work(
                 for step in range(1, probes)
             )
     return Work(
+        layers=layers,
         rows=rows,
         pairs=pairs,
         selected_pairs=selected_pairs,
@@ -93,7 +98,7 @@ def prefill_work(
     )
 
 
-PRICES = ("fixed_ms", "row_ms", "pair_ms", "selected_pair_ms", "reuse_ms")
+PRICES = ("fixed_ms", "layer_ms", "row_ms", "pair_ms", "selected_pair_ms", "reuse_ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +111,7 @@ class CostModel:
     pair_ms: float
     selected_pair_ms: float
     reuse_ms: float
+    layer_ms: float = 0.0
     scale: float = 1.0
     relative_error: float = 0.0  # worst, on the fitted samples
 
@@ -120,6 +126,7 @@ class CostModel:
     def work_ms(self, work: Work) -> float:
         return self.scale * (
             self.fixed_ms
+            + self.layer_ms * work.layers
             + self.row_ms * work.rows
             + self.pair_ms * work.pairs
             + self.selected_pair_ms * work.selected_pairs
@@ -154,7 +161,9 @@ def fit_cost_model(
         raise ValueError(f"need at least 2 samples with their times, got {len(works)}")
     if not np.all(np.isfinite(times)) or np.any(times <= 0):
         raise ValueError(f"measured times must be finite and positive, got {list(measured_ms)}")
-    columns = np.array([[1.0, w.rows, w.pairs, w.selected_pairs, w.reused] for w in works])
+    columns = np.array(
+        [[1.0, w.layers, w.rows, w.pairs, w.selected_pairs, w.reused] for w in works]
+    )
     active = list(range(columns.shape[1]))
     weighted = columns / times[:, None]
     prices = np.zeros(columns.shape[1])

@@ -60,7 +60,7 @@ def resolve_coverages(
     token_ms = [
         cost.scale * (cost.row_ms + cost.selected_pair_ms * d.num_keys / 2) for d in demands
     ]
-    always_ms = sum(
+    always_ms = cost.scale * cost.layer_ms + sum(
         token * d.num_always + cost.scale * cost.reuse_ms * d.num_cached
         for token, d in zip(token_ms, demands, strict=True)
     )

@@ -13,6 +13,7 @@ from typing import Protocol
 from planner.cost_model import CostModel, PrefillShape
 from planner.policies import FULL_PREFILL
 from planner.recompute_planner import PlanInput, RecomputePlanner
+from planner.timeline import Link
 from planner.types import BatchPlan, RequestProfile
 
 
@@ -41,6 +42,8 @@ class ReplicaState:
     node_id: str = ""  # whose chunks `resident` are; empty: a node of its own
     busy_until_ms: float | None = None  # when its prefill should be over, of the clock; None: idle
     max_kv_tokens: int | None = None  # what `free_kv_tokens` is without any request; None: unknown
+    link: Link | None = None  # what stored KV comes over to it; None: it is in host memory
+    kv_token_bytes: float = 0.0  # stored KV of one token in one layer
 
     @property
     def is_free(self) -> bool:
@@ -120,13 +123,15 @@ def request_shape(profile: RequestProfile, resident: Set[str]) -> PrefillShape:
     return PrefillShape(num_cached=cached, num_always=profile.num_prompt_tokens - cached)
 
 
-def plan_input(profile: RequestProfile, resident: Set[str]) -> PlanInput:
-    """The request as the planner sees it on a replica whose node holds these chunks."""
+def plan_input(profile: RequestProfile, replica: ReplicaState) -> PlanInput:
+    """The request as the planner sees it on this replica."""
+    shape = request_shape(profile, replica.resident)
     return PlanInput(
-        shape=request_shape(profile, resident),
+        shape=shape,
         policy=profile.policy,
         config=profile.config,
         num_context_tokens=profile.num_context_tokens,
+        layer_bytes=shape.num_cached * replica.kv_token_bytes,
     )
 
 
@@ -198,13 +203,15 @@ class FcfsScheduler:
         members = self._members(queue, replica)
         for waiting in members:
             del self._waiting[waiting.profile.request_id]
-        inputs = [plan_input(m.profile, replica.resident) for m in members]
+        inputs = [plan_input(m.profile, replica) for m in members]
         budget_ms = min(m.slack_ms(now_ms) for m in members)
         return BatchDecision(
             replica_id=replica.replica_id,
             requests=tuple(m.profile for m in members),
             queue_ms=tuple(now_ms - m.since_ms for m in members),
-            plan=self._planner.plan(inputs, budget_ms=budget_ms, cost=replica.cost),
+            plan=self._planner.plan(
+                inputs, budget_ms=budget_ms, cost=replica.cost, link=replica.link
+            ),
         )
 
     def take_refused(self, *, now_ms: float) -> Sequence[RefusedRequest]:

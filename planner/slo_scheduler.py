@@ -34,7 +34,7 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 ALL_BUT_HOT = 0.9  # of the tokens hot on a request's best node: as good as that one
-PROBE = Work(rows=2e4, pairs=2e7, selected_pairs=2e7, reused=2e4)  # to compare machines with
+PROBE = Work(layers=64.0, rows=2e4, pairs=2e7, selected_pairs=2e7, reused=2e4)  # to compare machines with
 
 
 class CacheSmithScheduler:

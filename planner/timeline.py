@@ -186,6 +186,7 @@ def layer_times(
         )
     row, pair = cost.scale * cost.row_ms, cost.scale * cost.pair_ms
     selected_pair, reuse = cost.scale * cost.selected_pair_ms, cost.scale * cost.reuse_ms
+    layer = cost.scale * cost.layer_ms
     warmup = patch = question = 0.0
     for shape, coverage in zip(shapes, coverages, strict=True):
         n = shape.num_tokens
@@ -194,12 +195,13 @@ def layer_times(
         warmup += dense_ms
         patch += dense_ms if active == n else row * active + selected_pair * active * n / 2
         question += shape.num_always * (row + selected_pair * n)
-    stitch = reuse * sum(shape.num_cached for shape in shapes)
+    stitch = layer + reuse * sum(shape.num_cached for shape in shapes)
     alone, probe = _probe_ms(
         list(zip(shapes, coverages, strict=True)),
         signal=signal,
         probe_len=probe_len,
         num_layers=num_layers,
+        layer=layer,
         row=row,
         reuse=reuse,
         question=question,
@@ -207,7 +209,7 @@ def layer_times(
     return LayerTimes(
         num_layers=num_layers,
         warmup_depth=warmup_depth,
-        warmup_ms=warmup,
+        warmup_ms=layer + warmup,
         patch_ms=patch + stitch,
         fixed_ms=cost.scale * cost.fixed_ms,
         probe_ms=probe,
@@ -222,22 +224,23 @@ def _probe_ms(
     signal: Signal,
     probe_len: int,
     num_layers: int,
+    layer: float,
     row: float,
     reuse: float,
     question: float,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Probe layers before those that need stored KV, and those that do.
 
-    requests: with their coverages; row, reuse: prices in ms; question: of one QCI layer, in ms
+    requests: with their coverages; layer, row, reuse: prices in ms; question: of one QCI layer
     """
     ranked = [shape for shape, coverage in requests if 0.0 < coverage < 1.0]
     if not ranked or signal is Signal.POSITION:
         return (), ()
     if signal is Signal.QCI_FINAL:  # the suffix alone through all layers; the last one reads KV
-        walk = row * sum(shape.num_always for shape in ranked)
+        walk = layer + row * sum(shape.num_always for shape in ranked)
         stitch = reuse * sum(shape.num_cached for shape in ranked)
         return (walk,) * (num_layers - 1), (walk + stitch,)
-    layers = [reuse * sum(shape.num_cached for shape, _ in requests)] * probe_len
+    layers = [layer + reuse * sum(shape.num_cached for shape, _ in requests)] * probe_len
     if signal is Signal.QCI:
         return (), tuple(ms + question for ms in layers)
     if signal is Signal.AUTO and layers:
