@@ -127,14 +127,15 @@ def best_by_force(case: OracleCase, curves: DemandCurves) -> float:
 
 
 def _points(curves: DemandCurves, num_layers: int) -> Iterator[tuple[Signal, int, int]]:
-    """Every (S, w, p) with a rank depth that was measured, or lies between two that were."""
+    """Every (S, w, p) that was measured, or lies between two that were, or has more WarmUp."""
     for signal in (Signal.KV_DEV, Signal.QCI):
         depths = [d for d in curves.anchor_depths(signal) if d <= num_layers]
         if not depths:
             continue
         for depth in range(depths[0], depths[-1] + 1):
-            first = 1 if signal is Signal.KV_DEV and depth > 1 else 0  # layer 0 never deviates
-            for w in range(first, depth):
+            first = 1 if signal is Signal.KV_DEV else 0  # layer 0 never deviates
+            first = max(first, curves.least_warmup(signal, depth))
+            for w in range(min(first, depth - 1), depth):
                 yield signal, w, depth - w
 
 
@@ -179,8 +180,10 @@ def total_ms(case: OracleCase, signal: Signal, w: int, p: int, coverages: Floats
     layer_bytes = sum(r.layer_bytes for r in case.requests)
     active = always + coverages * cached
     selected = active * (cost.row_ms + cost.selected_pair_ms * tokens / 2)
-    stitch = cost.layer_ms + cost.reuse_ms * cached.sum()
-    patch = np.where(active == tokens, dense, selected).sum(axis=1) + stitch
+    num_requests = len(case.requests)
+    read = cost.member_ms * num_requests + cost.reuse_ms * cached.sum()
+    patch = np.where(active == tokens, dense, selected).sum(axis=1)
+    patch = patch + cost.layer_ms + read
     now = np.full(len(coverages), w * (cost.layer_ms + dense.sum()))
 
     def arrival(layer: int) -> float:
@@ -192,17 +195,21 @@ def total_ms(case: OracleCase, signal: Signal, w: int, p: int, coverages: Floats
     rows = np.full(len(coverages), tokens.sum())
     for step in range(1, p + 1):
         if signal is Signal.QCI:
-            probe = (always * (cost.row_ms + cost.selected_pair_ms * tokens)).sum()
+            walk = always * (cost.row_ms + cost.selected_pair_ms * tokens)
+            probe = cost.layer_ms + walk.sum()
         else:
-            probe = 0.25 * cost.row_ms * rows
+            probe = cost.compare_ms * rows
             if step < p:
-                rows = (always + coverages ** (step / p) * cached).sum(axis=1)
-                probe = probe + 0.75 * cost.row_ms * rows
-        done = np.maximum(now, arrival(w + step - 1)) + probe + stitch
+                kept = always + coverages ** (step / p) * cached
+                rows = kept.sum(axis=1)
+                attended = (kept * tokens).sum(axis=1) / 2
+                walk = cost.row_ms * rows + cost.selected_pair_ms * attended
+                probe = probe + cost.layer_ms + cost.filter_ms + walk
+        done = np.maximum(now, arrival(w + step - 1)) + probe + read
         now = np.where(is_ranked, done, now)
     for layer in range(w, cost.num_layers):
         now = np.maximum(now, arrival(layer)) + patch
-    return cost.scale * now + cost.scale * cost.fixed_ms
+    return cost.scale * (now + cost.fixed_ms + cost.request_ms * num_requests)
 
 
 def _chances(
@@ -230,8 +237,12 @@ def random_case(rng: random.Random) -> OracleCase:
     cost = CostModel(
         num_layers=num_layers,
         fixed_ms=rng.uniform(0.0, 20.0),
+        request_ms=rng.uniform(0.0, 5.0),
         layer_ms=rng.uniform(0.0, 5.0),
+        member_ms=rng.uniform(0.0, 2.0),
+        filter_ms=rng.uniform(0.0, 5.0),
         row_ms=row_ms,
+        compare_ms=row_ms * rng.uniform(0.0, 0.5),
         pair_ms=row_ms * rng.uniform(0.0, 3e-4),
         selected_pair_ms=row_ms * rng.uniform(0.0, 6e-4),
         reuse_ms=row_ms * rng.uniform(0.0, 0.05),
@@ -294,8 +305,9 @@ def random_profile(rng: random.Random, num_layers: int, *, is_concave: bool) -> 
                 )
                 for limit, curve in zip(limits, known, strict=True)
             )
+            w = rng.randrange(depth)
             anchors.append(
-                DemandAnchor(signal=signal, warmup_depth=depth - 1, probe_len=1, buckets=buckets)
+                DemandAnchor(signal=signal, warmup_depth=w, probe_len=depth - w, buckets=buckets)
             )
     return DemandProfile(model="random", task="none", gate="none", anchors=tuple(anchors))
 

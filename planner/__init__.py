@@ -1,9 +1,11 @@
 """Decisions: cost model, recompute planner, scheduler policy. Pure; no torch, Ray or Redis."""
 
 from planner.auto_signal import AutoRule
+from planner.batch_choice import CacheSmithConfig
 from planner.budget_planner import BudgetPlanner, BudgetPlannerConfig
 from planner.clock import Clock, MonotonicClock
-from planner.cost_model import CostModel, PrefillShape, Work, fit_cost_model, prefill_work
+from planner.cost_fit import fit_cost_model, fit_phases
+from planner.cost_model import CostModel, PrefillShape, Work, phase_works, prefill_work
 from planner.coverage_resolver import PatchDemand, resolve_coverages
 from planner.demand import DemandCurves, built_in_demand
 from planner.demand_profile import DemandAnchor, DemandBucket, DemandProfile
@@ -21,10 +23,15 @@ from planner.scheduler import (
     FcfsConfig,
     FcfsScheduler,
     QueueFullError,
+    RefusalReason,
+    RefusedRequest,
     ReplicaState,
     SloScheduler,
+    plan_input,
     request_shape,
 )
+from planner.scheduler_policies import CACHESMITH, SCHEDULER_POLICIES, PolicyConfig, build_scheduler
+from planner.serving_profile import CostProfile, MeasuredPhase, PhaseFit, ServingProfile
 from planner.timeline import LayerTimes, Link, Timeline, arrivals_ms, layer_times, run_timeline
 from planner.types import (
     BatchPlan,
@@ -45,8 +52,10 @@ from planner.types import (
 
 __all__ = [
     "ADAPTIVE",
+    "CACHESMITH",
     "CUSTOM",
     "FULL_PREFILL",
+    "SCHEDULER_POLICIES",
     "STATIC_POLICIES",
     "AutoRule",
     "BatchDecision",
@@ -54,9 +63,11 @@ __all__ = [
     "BudgetBand",
     "BudgetPlanner",
     "BudgetPlannerConfig",
+    "CacheSmithConfig",
     "ChunkRef",
     "Clock",
     "CostModel",
+    "CostProfile",
     "DemandAnchor",
     "DemandBucket",
     "DemandCurves",
@@ -68,11 +79,14 @@ __all__ = [
     "FcfsScheduler",
     "LayerTimes",
     "Link",
+    "MeasuredPhase",
     "MonotonicClock",
     "PatchDemand",
+    "PhaseFit",
     "PlanCandidate",
     "PlanExplanation",
     "PlanInput",
+    "PolicyConfig",
     "PrefillResult",
     "PrefillShape",
     "PrefillTimings",
@@ -80,10 +94,13 @@ __all__ = [
     "RagRequest",
     "RecomputeConfig",
     "RecomputePlanner",
+    "RefusalReason",
+    "RefusedRequest",
     "ReplicaState",
     "RequestPlan",
     "RequestProfile",
     "SamplingOptions",
+    "ServingProfile",
     "Signal",
     "SlackPlanner",
     "SlackPlannerConfig",
@@ -92,9 +109,13 @@ __all__ = [
     "Timeline",
     "Work",
     "arrivals_ms",
+    "build_scheduler",
     "built_in_demand",
     "fit_cost_model",
+    "fit_phases",
     "layer_times",
+    "phase_works",
+    "plan_input",
     "policy_names",
     "prefill_work",
     "request_shape",

@@ -11,8 +11,9 @@ c milliseconds each
 start: WarmUp's end, or the first layer's arrival, and what Probe takes at any coverage; probed: the
 arrival of the last Probe layer's KV, and that layer; loaded: the arrival of the last layer's KV.
 c, v and u are sums over the requests: c is linear in each coverage r; v, what a filtering Probe
-takes for the rows that it keeps, is f·φ(r), φ(r) being the sum of r^(s/p) over the steps
-s = 1..p-1 (see `prefill_work`); u, what its last layer projects of them, is f/4·r^((p-1)/p).
+takes for the rows that it keeps (it walks them, and compares them in the next layer), is f·φ(r),
+φ(r) being the sum of r^(s/p) over the steps s = 1..p-1 (see `planner/cost_model.py`); u, what its
+last layer compares of them, is g·r^((p-1)/p).
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost_model import CostModel, PrefillShape
-from planner.timeline import PROJECTED, Link
+from planner.timeline import Link
 from planner.types import Signal
 
 Floats = NDArray[np.float64]
@@ -147,22 +148,26 @@ class BatchTimes:
         tokens = cached + always
         selected = row + scale * cost.selected_pair_ms * tokens / 2  # a selected row, [batch]
         dense = row + scale * cost.pair_ms * tokens / 2
-        layer = scale * cost.layer_ms
-        stitch = layer + scale * cost.reuse_ms * float(cached.sum())
-        self.fixed_ms = scale * cost.fixed_ms
+        compare = scale * cost.compare_ms
+        stitch = cost.stitched_layer_ms(len(shapes)) + scale * cost.reuse_ms * float(cached.sum())
+        self.fixed_ms = cost.batch_fixed_ms(len(shapes))
         self._num_layers = cost.num_layers
         self.reuses = cached > 0
         self.slopes = selected * cached  # of a Patch layer from coverage 0 to 1, [batch]
-        self.filter_slopes = row * cached  # f, [batch]
+        self.filter_slopes = (selected + compare) * cached  # f, [batch]
         self.filter_ms = float(self.filter_slopes.sum())  # with one coverage for all
-        self.projected_slopes = PROJECTED * self.filter_slopes
-        self.projected_ms = PROJECTED * self.filter_ms
-        self._warmup_ms = layer + float(dense @ tokens)
+        self.projected_slopes = compare * cached  # g
+        self.projected_ms = float(self.projected_slopes.sum())
+        self._warmup_ms = scale * cost.layer_ms + float(dense @ tokens)
         self._patch_ms = stitch + float(np.where(cached > 0, selected, dense) @ always)
+        layer = scale * cost.layer_ms
         self._stitch_ms = stitch
-        self._question_ms = float((2 * selected - row) @ always)  # sees all keys, not half
-        self._row_ms = row
-        self._num_tokens, self._num_always = float(tokens.sum()), float(always.sum())
+        self._read_ms = stitch - layer  # a layer's KV, of which little or nothing is walked
+        self._question_ms = layer + float((2 * selected - row) @ always)  # sees all keys, not half
+        self._compare_ms = compare * float(tokens.sum())  # the first layer of a filtering Probe
+        self._compare_always_ms = compare * float(always.sum())
+        # walking those that are always kept, and leaving out others
+        self._kept_ms = layer + scale * cost.filter_ms + float(selected @ always)
         self._layer_ms = self._latency_ms = 0.0
         self.loads = link is not None and layer_bytes > 0
         if link is not None and self.loads:
@@ -174,15 +179,14 @@ class BatchTimes:
 
     def ends(self, splits: Splits) -> Ends:
         """At coverages that need a Probe."""
-        bare, p, row = self.bare_ends(splits), splits.probe, self._row_ms
-        always = p * self._stitch_ms + splits.questions * self._question_ms
-        always += row * splits.filters * (PROJECTED * self._num_tokens + (p - 1) * self._num_always)
+        bare, p = self.bare_ends(splits), splits.probe
+        always = p * self._read_ms + splits.questions * self._question_ms
+        kept_ms = self._kept_ms + self._compare_always_ms
+        always += splits.filters * (self._compare_ms + (p - 1) * kept_ms)
         probed = bare.probed
         if self.loads:  # one Probe layer is the first and the last; `start` has it
-            last = self._latency_ms + p * self._layer_ms + self._stitch_ms
-            last += np.where(
-                splits.filters > 0, PROJECTED * row * self._num_always, self._question_ms
-            )
+            last = self._latency_ms + p * self._layer_ms + self._read_ms
+            last += np.where(splits.filters > 0, self._compare_always_ms, self._question_ms)
             probed = np.where(p > 1, last, -np.inf)
         return Ends(bare.layers, bare.start + always, probed, bare.loaded)
 

@@ -13,6 +13,7 @@ time for the saturation at every depth, the saturation runs where it is worth mo
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 
 import numpy as np
 
@@ -74,6 +75,7 @@ class BudgetPlanner:
 
     def __init__(self, config: BudgetPlannerConfig, curves: DemandCurves) -> None:
         """Raises ValueError for a signal that the demand profile knows nothing about."""
+        import_module("planner.path_kernel")  # compiles it, before any plan is asked for
         self._config = config
         self._curves = curves
         self._signals = _candidate_signals(config.signal, curves)
@@ -113,8 +115,10 @@ class BudgetPlanner:
             case.candidates.splits, choice.split, np.array(coverages)
         )
         chances = case.chances(choice.split, choice.coverages).tolist()
+        enough = case.enough(choice.split).tolist()
         plans: list[RequestPlan | None] = [None] * len(order)
-        for request, idx, coverage, chance in zip(ordered, order, coverages, chances, strict=True):
+        members = zip(ordered, order, coverages, chances, enough, strict=True)
+        for request, idx, coverage, chance, most in members:
             plans[idx] = RequestPlan(
                 policy=request.policy,
                 signal=signal,
@@ -124,7 +128,7 @@ class BudgetPlanner:
                 expected_ms=expected_ms,
                 budget_ms=budget_ms,
                 deviation=self._config.deviation,
-                band=self._open_band,
+                band=self._open_band(max(coverage, most)),
                 target_ms=case.target_ms,
                 num_cached=request.shape.num_cached,
                 cost_scale=cost.scale,
@@ -195,10 +199,9 @@ class BudgetPlanner:
             plan=plan, target_ms=target_ms, rule=chosen.rule, candidates=tuple(made)
         )
 
-    @property
-    def _open_band(self) -> tuple[float, float] | None:
-        band = self._config.band
-        return (band.floor, band.saturation) if self._config.resolve else None
+    def _open_band(self, most: float) -> tuple[float, float] | None:
+        """Where the engine may move the coverage to, when it knows the time that is left."""
+        return (self._config.band.floor, most) if self._config.resolve else None
 
     def _of_model(self, num_layers: int) -> PlanCandidates:
         if num_layers not in self._candidates:

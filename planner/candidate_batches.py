@@ -1,5 +1,6 @@
 """Which batches are worth judging: earliest-deadline prefixes of length buckets and neighbours."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -39,7 +40,7 @@ def candidate_batches(
     """Batches of requests that share their phases; rows in order of deadline, none twice.
 
     order: rows of the requests that fit the replica alone, earliest deadline first.
-    tokens, buckets, at_home: by row of the table. `at_home` marks the requests whose chunks are
+    tokens, buckets, at_home: by row. `at_home` marks the requests whose chunks are
     hot on the replica's node, or nowhere; they form a family of their own. None: all are.
     forced: a row that must be in every batch; it is not in `order`.
     max_exhaustive: up to so many requests, every subset is a candidate.
@@ -62,11 +63,10 @@ def candidate_batches(
                 found[seed + subset] = None
         return list(found)
     for family in _families(order, buckets, at_home, seats):
-        totals = list(accumulate(tokens[family].tolist()))
-        fitting = sum(total <= max_tokens for total in totals)
-        if fitting == 0 and not seed and totals:
-            fitting = 1  # it fits the replica, though not the limit of a batch
         rows = family.tolist()
+        fitting = bisect_right(list(accumulate(tokens[family].tolist())), max_tokens)
+        if fitting == 0 and not seed and rows:
+            fitting = 1  # it fits the replica, though not the limit of a batch
         for size in _sizes(fitting):
             found[(*seed, *rows[:size])] = None
         if len(found) >= most:
@@ -81,17 +81,14 @@ def _families(
     yield order[:seats]
     if at_home is not None:
         yield order[at_home[order]][:seats]
-    of_order = buckets[order]
-    places = [
-        place for bucket in range(int(of_order.max(initial=0)) + 1)
-        if len(place := np.flatnonzero(of_order == bucket)[:seats])
-    ]  # fmt: skip
-    if len(places) > 1:
-        for place in sorted(places, key=lambda place: int(place[0])):
-            yield order[place]
-    if len(places) > 2:
-        for low, high in pairwise(places):
-            yield order[np.sort(np.concatenate([low, high]))[:seats]]
+    of_order = buckets.take(order)
+    found = list(dict.fromkeys(of_order.tolist()))  # the earliest deadlines first
+    if len(found) > 1:
+        for bucket in found:
+            yield order[of_order == bucket][:seats]
+    if len(found) > 2:
+        for low, high in pairwise(sorted(found)):
+            yield order[(of_order == low) | (of_order == high)][:seats]
 
 
 @cache

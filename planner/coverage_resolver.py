@@ -22,7 +22,8 @@ class PatchDemand:
     num_cached: int  # context tokens with stored KV, the candidates of the coverage
     num_always: int  # tokens that Patch computes at any coverage
     num_keys: int  # tokens of the prompt
-    floor: float  # what the coverage may become; both the same: it is fixed
+    planned: float  # the coverage, if everything goes as expected
+    floor: float  # what it may become; both the same: it is fixed
     saturation: float
     scores: NDArray[np.float64] | None = None  # [num_scored], of candidates; None before the Probe
 
@@ -50,34 +51,41 @@ def resolve_coverages(
 ) -> list[float]:
     """The coverage of each request within its band, as much as the time that is left allows.
 
-    Without scores all requests stand at the same place of their bands. With scores, a token is
-    worth its share of its request's score, and the tokens that are worth most for their time are
-    taken, whosever they are. A time under the floors' runs the floors.
+    Less time than planned is taken from all requests, down to their floors; more of it goes to all
+    of them, up to their saturations. Without scores they stand at the same place of the way. With
+    scores, a token is worth its share of its request's score, and the tokens that are worth most
+    for their time are taken, whosever they are. A time under the floors' runs the floors.
 
     arrivals_ms: when the stored KV of each layer that Patch is to run is there, from now
     """
-    budget_ms = layer_budget_ms(time_left_ms - cost.scale * cost.fixed_ms, arrivals_ms)
+    fixed_ms = cost.batch_fixed_ms(len(demands))
+    budget_ms = layer_budget_ms(time_left_ms - fixed_ms, arrivals_ms)
     token_ms = [
         cost.scale * (cost.row_ms + cost.selected_pair_ms * d.num_keys / 2) for d in demands
     ]
-    always_ms = cost.scale * cost.layer_ms + sum(
+    always_ms = cost.stitched_layer_ms(len(demands)) + sum(
         token * d.num_always + cost.scale * cost.reuse_ms * d.num_cached
         for token, d in zip(token_ms, demands, strict=True)
     )
-    coverages = _coverages_by_generosity(demands, token_ms)
 
-    def layer_ms(generosity: float) -> float:
+    def layer_ms(coverages: Sequence[float]) -> float:
         return always_ms + sum(
             token * r * d.num_cached
-            for token, r, d in zip(token_ms, coverages(generosity), demands, strict=True)
+            for token, r, d in zip(token_ms, coverages, demands, strict=True)
         )
 
-    if layer_ms(1.0) <= budget_ms:
+    planned = [min(d.saturation, max(d.floor, d.planned)) for d in demands]
+    if layer_ms(planned) <= budget_ms:
+        bounds = [(r, d.saturation) for r, d in zip(planned, demands, strict=True)]
+    else:
+        bounds = [(d.floor, r) for r, d in zip(planned, demands, strict=True)]
+    coverages = _coverages_by_generosity(demands, bounds, token_ms)
+    if layer_ms(coverages(1.0)) <= budget_ms:
         return coverages(1.0)
-    low, high = 0.0, 1.0  # grows with the generosity
+    low, high = 0.0, 1.0  # the time grows with the generosity
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if layer_ms(middle) <= budget_ms:
+        if layer_ms(coverages(middle)) <= budget_ms:
             low = middle
         else:
             high = middle
@@ -85,9 +93,11 @@ def resolve_coverages(
 
 
 def _coverages_by_generosity(
-    demands: Sequence[PatchDemand], token_ms: Sequence[float]
+    demands: Sequence[PatchDemand],
+    bounds: Sequence[tuple[float, float]],
+    token_ms: Sequence[float],
 ) -> Callable[[float], list[float]]:
-    """Coverages of all requests, from their floors at 0 to their saturations at 1."""
+    """Coverages of all requests, from their lower bounds at 0 to their upper ones at 1."""
     worths, owners = [], []
     for idx, (demand, token) in enumerate(zip(demands, token_ms, strict=True)):
         if demand.scores is not None and demand.num_cached > 0:
@@ -102,12 +112,12 @@ def _coverages_by_generosity(
         taken = best_first[: round(generosity * len(best_first))]
         counts = np.bincount(taken, minlength=len(demands))
         coverages = []
-        for demand, count in zip(demands, counts, strict=True):
+        for demand, (least, most), count in zip(demands, bounds, counts, strict=True):
             if demand.scores is None or demand.num_cached == 0 or generosity == 1.0:
-                wanted = demand.floor + generosity * (demand.saturation - demand.floor)
+                wanted = least + generosity * (most - least)
             else:
                 wanted = float(count) / demand.num_cached
-            coverages.append(min(demand.saturation, max(demand.floor, wanted)))
+            coverages.append(min(most, max(least, wanted)))
         return coverages
 
     return at

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.batch_times import BatchTimes, Ends, Floats, Ints, Splits
+from planner.batch_times import BatchTimes, Ends, Floats, Ints
 from planner.plan_candidates import PlanCandidates
 
 
@@ -21,7 +21,6 @@ class Paths:
     """
 
     chosen: Ints  # [num_paths], indices of splits
-    splits: Splits  # [num_paths]
     ends: Ends  # [num_paths]
     patch_ms: Floats  # c
     filter_ms: Floats  # v
@@ -48,7 +47,61 @@ def make_paths(
 
     buckets: [batch]; ends: [num_splits]; floor_ms: the time of the first stop, [num_splits]
     """
-    groups, splits = candidates.group_of[chosen, None], candidates.splits.take(chosen)
+    from planner.path_kernel import walk_paths
+
+    own = ends.take(chosen)
+    lowest = np.zeros((7, len(chosen)))
+    lowest[:4] = own.layers, own.start, own.probed, own.loaded
+    lowest[4] = batch.patch_ms(candidates.coverages[0])
+    lowest[5] = batch.filter_ms * candidates.filtered[chosen, 0]
+    requests = np.zeros((4, len(buckets)))
+    requests[:3] = batch.reuses, batch.slopes, batch.filter_slopes
+    if batch.loads:
+        lowest[6] = batch.projected_ms * candidates.projected[chosen, 0]
+        requests[3] = batch.projected_slopes
+    order, stops, num_within, bounds = walk_paths(
+        chosen,
+        candidates.group_of[chosen],
+        buckets,
+        candidates.gains,
+        candidates.widths,
+        candidates.filtered_steps,
+        candidates.projected_steps,
+        candidates.chances,
+        requests,
+        lowest,
+        floor_ms,
+        batch.fixed_ms,
+        target_ms,
+    )
+    patch_ms, filter_ms, projected_ms, total_ms, passes = stops
+    return Paths(
+        chosen=chosen,
+        ends=own,
+        patch_ms=patch_ms,
+        filter_ms=filter_ms,
+        projected_ms=projected_ms,
+        total_ms=total_ms,
+        passes=passes,
+        buckets=buckets,
+        order=order,
+        num_within=num_within,
+        bounds=bounds,
+    )
+
+
+def make_paths_ref(
+    candidates: PlanCandidates,
+    batch: BatchTimes,
+    chosen: Ints,
+    buckets: Ints,
+    *,
+    ends: Ends,
+    floor_ms: Floats,
+    target_ms: float,
+) -> Paths:
+    """As `make_paths`, in array expressions."""
+    groups = candidates.group_of[chosen, None]
     ends = ends.take(chosen)
     gains = candidates.gains[groups, buckets] * batch.reuses[:, None]
     patch = candidates.widths[groups, buckets] * batch.slopes[:, None]
@@ -74,7 +127,6 @@ def make_paths(
     num_within = (total_ms <= target_ms).sum(axis=1)
     return Paths(
         chosen=chosen,
-        splits=splits,
         ends=ends,
         patch_ms=patch_ms,
         filter_ms=filter_ms,

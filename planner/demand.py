@@ -4,6 +4,7 @@ F_d(r) of a signal is read from the profile's anchors: linear in the coverage be
 ones, linear in the rank depth between anchors, and outside them the nearest anchor's.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,10 +34,13 @@ class DemandCurves:
     """A profile's curves, by signal, rank depth and bucket of context length.
 
     Buckets here are those of all anchors together: the context lengths are cut wherever one of the
-    anchors cuts them. Two anchors of a signal with the same rank depth leave open how it is split
-    between WarmUp and Probe, so the lower of their curves counts. Anchors of `kv_dev` and `qci`
-    without a Probe rank nothing and are left out. `auto` may end as either of these two: unless it
-    has anchors of its own, it has the lower of their curves, where both have some.
+    anchors cuts them. Of two anchors of a signal with the same rank depth, the lower curve counts.
+    Anchors of `kv_dev` and `qci` without a Probe rank nothing and are left out. `auto` may end as
+    either of these two: unless it has anchors of its own, it has the lower of their curves, where
+    both have some.
+
+    A rank depth can be split in many ways between WarmUp and Probe. A curve holds for the anchor's
+    own split, and for those with more WarmUp, whose keys and values are exact in more layers.
     """
 
     def __init__(self, profile: DemandProfile) -> None:
@@ -50,6 +54,13 @@ class DemandCurves:
         self._limits = sorted(limit for limit in limits if limit is not None)
         coverages = {r for anchor in anchors for b in anchor.buckets for r in b.coverages}
         self._grid = np.array(sorted({0.0, 1.0, *coverages}))
+        self._warmups = {
+            signal: {
+                depth: max(anchor.warmup_depth for anchor in same)
+                for depth, same in sorted(depths.items())
+            }
+            for signal, depths in by_signal.items()
+        }
         self._curves: dict[Signal, dict[int, list[Floats]]] = {
             signal: {
                 depth: [self._lowest(same, bucket) for bucket in range(self.num_buckets)]
@@ -78,6 +89,18 @@ class DemandCurves:
     def anchor_depths(self, signal: Signal) -> tuple[int, ...]:
         """Rank depths of a signal's anchors, ascending; empty for a signal without any."""
         return tuple(self._curves.get(signal, {}))
+
+    def least_warmup(self, signal: Signal, depth: int) -> int:
+        """The fewest WarmUp layers that the curve of this rank depth holds for.
+
+        Raises ValueError for a signal without anchors.
+        """
+        if signal not in self._warmups and signal in self._curves:  # `auto`, as either of the two
+            return max(self.least_warmup(each, depth) for each in (Signal.KV_DEV, Signal.QCI))
+        known = self._warmups.get(signal)
+        if known is None:
+            raise ValueError(f"the demand profile has no anchors for {signal}")
+        return math.ceil(np.interp(depth, list(known), list(known.values())) - 1e-9)
 
     def bucket(self, num_context_tokens: int) -> int:
         """Index of the bucket that a context of this length is in."""
@@ -185,13 +208,14 @@ _SHALLOW = ((0.0, 0.0), (0.05, 0.15), (0.15, 0.35), (0.3, 0.55), (0.5, 0.75), (0
 _DEEP = ((0.0, 0.0), (0.05, 0.25), (0.15, 0.5), (0.3, 0.75), (0.5, 0.9), (0.8, 0.97), (1, 1))
 
 
-def built_in_demand(num_layers: int) -> DemandProfile:
+def built_in_demand(num_layers: int, signal: Signal | None = None) -> DemandProfile:
     """For a model that has not been profiled. An assumption, not a measurement.
 
-    It assumes that `kv_dev` ranks, as in CacheBlend (arXiv 2405.16444), and nothing about other
-    signals. Ranked at layer 2, half of the requests need more than a quarter of their context and
-    a quarter need more than half; ranked after a quarter of the layers, half of them need more than
-    15% and a quarter more than 30%. The context's length makes no difference. The curves lie below
+    Unless a signal is asked for, it is about `kv_dev`, as in CacheBlend (arXiv 2405.16444), and
+    assumes nothing of other signals; `auto` may be either of its two. Ranked at layer 2, half of
+    the requests need more than a quarter of their context and a quarter need more than half; ranked
+    after a quarter of the layers, half of them need more than 15% and a quarter more than 30%. The
+    context's length makes no difference. The curves lie below
     what the CacheSmith paper's summary tells (arXiv 2610.18925: a median of 20%, and of 10% behind
     five WarmUp layers), so plans err towards recomputing. They are concave, so that no coverage
     looks like a threshold.
@@ -208,7 +232,7 @@ def built_in_demand(num_layers: int) -> DemandProfile:
         gate="assumed, not measured",
         anchors=tuple(
             DemandAnchor(
-                signal=Signal.KV_DEV,
+                signal=each or Signal.KV_DEV,
                 warmup_depth=depth - 1,
                 probe_len=1,
                 buckets=(
@@ -220,6 +244,7 @@ def built_in_demand(num_layers: int) -> DemandProfile:
                     ),
                 ),
             )
+            for each in ((Signal.KV_DEV, Signal.QCI) if signal is Signal.AUTO else (signal,))
             for depth, curve in points.items()
         ),
     )

@@ -69,7 +69,7 @@ class DemandProfile(_Part):
     model: str
     task: str
     gate: str  # what "enough" means, in words
-    anchors: tuple[DemandAnchor, ...]
+    anchors: Annotated[tuple[DemandAnchor, ...], Field(min_length=1)]
 
     @classmethod
     def load(cls, path: Path) -> "DemandProfile":

@@ -46,16 +46,60 @@ def one_each(plan: BatchPlan) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RequestCurve:
-    """Of one request alone, on the reference machine.
+    """Of one request alone, on the reference machine, its stored KV in host memory.
 
     segments: (ms, passes) beyond the floor, the most passes per ms first.
     cold_ms: the floor's time where nothing is stored.
+    last_ms: the fixed time and the longest Patch layer; probed, loaded: token-layers of stored KV
+    that have to be there by the end of the Probe, and by the last Patch layer.
     """
 
     floor_ms: float
     floor_passes: float
     segments: tuple[tuple[float, float], ...]
     cold_ms: float
+    last_ms: float
+    probed: float
+    loaded: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What sets a machine apart from the reference.
+
+    speed: how much longer it computes; token_ms: until the stored KV of one token is loaded, in
+    one layer; latency_ms: until the first is. Loading does not go with the speed.
+    """
+
+    speed: float = 1.0
+    token_ms: float = 0.0
+    latency_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Curves of many requests on one machine: [num_requests], segments [NUM_SEGMENTS, ...]."""
+
+    floor_ms: Floats
+    floor_passes: Floats
+    segment_ms: Floats
+    segment_passes: Floats
+
+    def loading(self, pace: Pace, *, last_ms: Floats, probed: Floats, loaded: Floats) -> "Times":
+        """With the waits for stored KV; as of `RequestCurve`, at this machine's speed.
+
+        A prefill ends, by the terms of `batch_times`, no later than it would without waits, the
+        Probe's KV loaded first; or, where that is later, one Patch layer after the last KV. Until
+        then more coverage costs nothing.
+        """
+        latency_ms = pace.latency_ms * (loaded > 0.0)
+        floor_ms = self.floor_ms + latency_ms + pace.token_ms * probed
+        free_ms = np.maximum(latency_ms + pace.token_ms * loaded + last_ms - floor_ms, 0.0)
+        paid_ms = np.maximum(np.cumsum(self.segment_ms, axis=0) - free_ms, 0.0)
+        paid_ms[1:] -= paid_ms[:-1].copy()
+        paid_passes = self.segment_passes * (paid_ms / np.maximum(self.segment_ms, 1e-12))
+        free_passes = (self.segment_passes - paid_passes).sum(axis=0)
+        return Times(floor_ms + free_ms, self.floor_passes + free_passes, paid_ms, paid_passes)
 
 
 class CurveBook:
@@ -112,19 +156,29 @@ class CurveBook:
         shape = PrefillShape(num_cached=num_cached, num_always=length - num_cached)
         request = [PlanInput(shape=shape, policy=policy, config=config, num_context_tokens=length)]
 
-        def at(budget_ms: float) -> tuple[float, float]:
-            plan = self._planner.plan(request, budget_ms=budget_ms, cost=self.cost)
-            return plan.expected_ms, self._passes(plan)
+        def plan(budget_ms: float) -> BatchPlan:
+            return self._planner.plan(request, budget_ms=budget_ms, cost=self.cost)
 
-        floor_ms, floor_passes = at(0.0)
-        most_ms, most_passes = at(AMPLE_MS)
+        floor, most = plan(0.0), plan(AMPLE_MS)
+        floor_ms, floor_passes = floor.expected_ms, self._passes(floor)
+        most_ms, most_passes = most.expected_ms, self._passes(most)
         points = [(0.0, 0.0), (most_ms - floor_ms, most_passes - floor_passes)]
         if points[1][0] > 0.0 and points[1][1] > 0.0:
             for sample in SAMPLES:
                 target_ms = floor_ms + sample * (most_ms - floor_ms)
-                ms, passes = at(target_ms / (1.0 - self._reserve))
-                points.append((ms - floor_ms, passes - floor_passes))
-        return RequestCurve(floor_ms, floor_passes, _envelope(points), cold_ms=floor_ms)
+                made = plan(target_ms / (1.0 - self._reserve))
+                points.append((made.expected_ms - floor_ms, self._passes(made) - floor_passes))
+        plans = [made.requests[0] for made in (floor, most)]
+        behind = [self.cost.num_layers - made.warmup_depth for made in plans]
+        return RequestCurve(
+            floor_ms,
+            floor_passes,
+            _envelope(points),
+            cold_ms=floor_ms,
+            last_ms=self.cost.fixed_ms + (most_ms - self.cost.fixed_ms) / max(1, min(behind)),
+            probed=num_cached * max(1, *(made.probe_len for made in plans)) * (max(behind) > 0),
+            loaded=num_cached * max(behind),
+        )
 
 
 def _length(step: int) -> int:
@@ -158,6 +212,9 @@ def _blend(
         floor_passes=mix(longer[0].floor_passes, longer[1].floor_passes, share),
         segments=tuple((stretch * ms, passes) for ms, passes in longer[1].segments),
         cold_ms=cold_ms,
+        last_ms=longer[1].last_ms,
+        probed=share * longer[1].probed,
+        loaded=share * longer[1].loaded,
     )
 
 
@@ -179,54 +236,3 @@ def _envelope(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float
             continue
         hull.append((x, highest))
     return tuple((b[0] - a[0], b[1] - a[1]) for a, b in pairwise(hull))
-
-
-@dataclass(frozen=True, slots=True)
-class BatchCurves:
-    """Candidate batches, one a row: passes as a concave function of the time they take.
-
-    times_ms, passes: [num_candidates, num_points], rising, from the floor to the saturation.
-    """
-
-    times_ms: Floats
-    passes: Floats
-
-    @classmethod
-    def merge(
-        cls, floor_ms: Floats, floor_passes: Floats, segment_ms: Floats, segment_passes: Floats
-    ) -> "BatchCurves":
-        """floor_ms, floor_passes: [num_candidates], of the whole batch.
-
-        segment_ms, segment_passes: [num_candidates, num_segments], of all members; zeros fill up.
-        """
-        slopes = segment_passes / np.maximum(segment_ms, 1e-12)
-        order = np.argsort(-slopes, axis=1, kind="stable")
-        times = np.take_along_axis(segment_ms, order, axis=1)
-        passes = np.take_along_axis(segment_passes, order, axis=1)
-        times = np.concatenate([floor_ms[:, None], times], axis=1)
-        passes = np.concatenate([floor_passes[:, None], passes], axis=1)
-        return cls(np.cumsum(times, axis=1), np.cumsum(passes, axis=1))
-
-    @property
-    def floor_ms(self) -> Floats:
-        return self.times_ms[:, 0]
-
-    @property
-    def saturation_ms(self) -> Floats:
-        return self.times_ms[:, -1]
-
-    def passes_at(self, ms: Floats, rows: Ints | None = None) -> Floats:
-        """ms, rows, returns: [num_times]; under the floor's time it is the floor.
-
-        rows: the candidate of each time; None: one time each, in order.
-        """
-        if rows is None:
-            rows = np.arange(len(ms))
-        times, passes = self.times_ms[rows], self.passes[rows]
-        left = np.minimum((times <= ms[:, None]).sum(axis=1) - 1, times.shape[1] - 2).clip(0)
-        places = np.arange(len(ms))
-        start, end = times[places, left], times[places, left + 1]
-        share = ((ms - start) / np.maximum(end - start, 1e-12)).clip(0.0, 1.0)
-        low = passes[places, left]
-        result: Floats = low + share * (passes[places, left + 1] - low)
-        return result

@@ -38,7 +38,10 @@ class PlanCandidates:
         ]
         if not self.groups:
             raise ValueError(f"no anchor of {[*map(str, signals)]} is within {num_layers} layers")
-        members = [depth_splits(signal, depth) for signal, depth in self.groups]
+        members = [
+            depth_splits(signal, depth, least_warmup=curves.least_warmup(signal, depth))
+            for signal, depth in self.groups
+        ]
         self.points = [
             (signal, w, p)
             for (signal, _), splits in zip(self.groups, members, strict=True)
@@ -77,6 +80,8 @@ class PlanCandidates:
         self._uniform_filtered: Floats = self.splits.filtered(self.uniform).T.copy()
         self._uniform_projected: Floats = self.splits.projected(self.uniform).T.copy()
         self._make_segments(curves, low, high)
+        # [num_groups, num_buckets]: from where on more coverage is worth nothing
+        self.enough: Floats = low + self.widths.sum(axis=2)
 
     def _make_segments(self, curves: DemandCurves, low: float, high: float) -> None:
         """Envelopes as arrays, [num_groups, num_buckets, longest]; short ones end in nothing."""
@@ -146,14 +151,14 @@ class PlanCandidates:
         return cheapest
 
 
-def depth_splits(signal: Signal, depth: int) -> list[tuple[int, int]]:
-    """(w, p) with w + p = depth and at least one Probe layer.
+def depth_splits(signal: Signal, depth: int, *, least_warmup: int = 0) -> list[tuple[int, int]]:
+    """(w, p) with w + p = depth, at least one Probe layer, and so much WarmUp if there is room.
 
     `kv_dev` ranks from layer 1 on where it can: at layer 0 a token's KV depends on that token
     alone, so that nothing deviates.
     """
-    first = 0 if signal is Signal.QCI or depth == 1 else 1
-    return [(depth - p, p) for p in range(1, depth - first + 1)]
+    first = max(least_warmup, 0 if signal is Signal.QCI else 1)
+    return [(w, depth - w) for w in range(depth - 1, min(first, depth - 1) - 1, -1)]
 
 
 def rank_depths(anchors: Sequence[int], num_layers: int, max_depths: int) -> list[int]:

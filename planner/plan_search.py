@@ -38,6 +38,11 @@ class PlanCase:
         chances = self.candidates.chance(group, self.buckets, coverages)
         return np.where(self.times.reuses, chances, 1.0)
 
+    def enough(self, split: int) -> Floats:
+        """The coverage of each request from which on more is worth nothing, [batch]."""
+        enough: Floats = self.candidates.enough[self.candidates.group_of[split], self.buckets]
+        return enough
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:

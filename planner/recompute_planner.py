@@ -66,8 +66,8 @@ class RecomputePlanner(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlackPlannerConfig:
     signal: Signal = Signal.KV_DEV
-    warmup_depth: int = 1
-    probe_len: int = 1
+    warmup_depth: int | None = 1  # None: all layers of the model, as in `RecomputeConfig`
+    probe_len: int | None = 1
     deviation: Deviation = Deviation.KV
     resolve: bool = True  # let the engine solve the coverage again while the batch runs
     band: BudgetBand = field(default_factory=BudgetBand)
@@ -76,6 +76,17 @@ class SlackPlannerConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.reserve < 1.0:
             raise ValueError(f"reserve must be within 0 and 1, got {self.reserve}")
+
+    @property
+    def floor(self) -> RecomputeConfig:
+        """The least work that is sensible."""
+        return RecomputeConfig(
+            signal=self.signal,
+            warmup_depth=self.warmup_depth,
+            probe_len=self.probe_len,
+            coverage=self.band.floor,
+            deviation=self.deviation,
+        )
 
 
 class SlackPlanner:
@@ -99,14 +110,8 @@ class SlackPlanner:
     ) -> BatchPlan:
         if not requests:
             raise ValueError("a batch needs at least one request")
-        config = next((r.config for r in requests if r.config is not None), None)
-        if config is None:
-            config = RecomputeConfig(
-                signal=self._config.signal,
-                warmup_depth=self._config.warmup_depth,
-                probe_len=self._config.probe_len,
-                deviation=self._config.deviation,
-            )
+        own = (r.config for r in requests if r.config is not None)
+        config = next(own, self._config.floor)
         w, p = config.depths(cost.num_layers)
         shapes = [r.shape for r in requests]
 

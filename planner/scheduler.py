@@ -65,6 +65,14 @@ class JudgedBatch:
     def value(self) -> float:
         return self.expected_passes + self.waiting_passes
 
+    def text(self) -> str:
+        """A line for people."""
+        where = ", into host memory" if self.parked else ""
+        return (
+            f"batch of {len(self.request_ids)}{where}: {self.expected_passes:.2f} expected to pass "
+            f"in {self.expected_ms:.0f} ms, and {self.waiting_passes:.2f} of those left waiting"
+        )
+
 
 class RefusalReason(StrEnum):
     HOPELESS = "hopeless"  # the deadline cannot be met any more, even at the floor

@@ -80,6 +80,7 @@ class ServingProfile(_Part):
     model: str
     fingerprint: Annotated[str, Field(min_length=1)]
     num_layers: Annotated[int, Field(ge=1)]
+    kv_token_bytes: Error = 0.0  # stored KV of one token in one layer; 0: unknown
     costs: CostProfile | None
     demand: DemandProfile | None
     demand_note: str = ""  # why there is none
@@ -102,6 +103,14 @@ class ServingProfile(_Part):
                     )
         return self
 
+    def check_model(self, fingerprint: str) -> None:
+        """Raises ValueError if the profile is of another model."""
+        if fingerprint != self.fingerprint:
+            raise ValueError(
+                f"the profile is of {self.model} with the fingerprint {self.fingerprint[:16]}, the "
+                f"served model has {fingerprint[:16]}; make one with `cachesmith profile`"
+            )
+
     @classmethod
     def load(cls, path: Path) -> "ServingProfile":
         """Raises ValueError, with the field, for a file that is not a profile of this version."""
@@ -114,6 +123,12 @@ class ServingProfile(_Part):
                 for error in exc.errors()
             ]
             raise ValueError(f"{path} is not a profile: " + "; ".join(lines)) from None
+
+    def without_samples(self) -> "ServingProfile":
+        """What a server needs of it."""
+        if self.costs is None:
+            return self
+        return self.model_copy(update={"costs": self.costs.model_copy(update={"samples": ()})})
 
     def save(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1) + "\n")

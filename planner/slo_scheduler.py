@@ -4,9 +4,11 @@ This file holds the queue and what is known of replicas and requests; the decisi
 `batch_choice`.
 """
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from importlib import import_module
 from math import isfinite
 
 import numpy as np
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 
 from planner.batch_choice import BatchChoice, CacheSmithConfig, Situation
 from planner.cost_model import PRICES, CostModel, Work
-from planner.pass_curves import CurveBook, PassesOf, planned_passes
+from planner.pass_curves import CurveBook, Pace, PassesOf, planned_passes
 from planner.recompute_planner import RecomputePlanner
 from planner.scheduler import (
     BatchDecision,
@@ -27,14 +29,15 @@ from planner.scheduler import (
     request_shape,
     room_tokens,
 )
+from planner.timeline import Link
 from planner.types import RequestProfile
-from planner.waiting_table import FULL_PREFILL_KEY, WaitingTable
+from planner.waiting_table import FULL_PREFILL_KEY, WaitingQueue, WaitingTable
 
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 ALL_BUT_HOT = 0.9  # of the tokens hot on a request's best node: as good as that one
-PROBE = Work(layers=64.0, rows=2e4, pairs=2e7, selected_pairs=2e7, reused=2e4)  # to compare machines with
+# to compare machines with
+PROBE = Work(layers=64.0, rows=2e4, pairs=2e7, selected_pairs=2e7, reused=2e4)
 
 
 class CacheSmithScheduler:
@@ -51,6 +54,7 @@ class CacheSmithScheduler:
         *,
         passes: PassesOf = planned_passes,
     ) -> None:
+        import_module("planner.decision_kernel")  # compiles it, before any request waits
         self._config = config
         self._planner = planner
         self._passes = passes
@@ -60,8 +64,9 @@ class CacheSmithScheduler:
         # one replica of each node, of the latest call: new requests are looked up in its chunks
         self._nodes: dict[str, ReplicaState] = {}
         self._node_numbers: dict[str, int] = {}
-        self._speeds: dict[str, tuple[CostModel, float]] = {}
-        self._fastest = 1.0
+        self._paces: dict[str, tuple[CostModel, Link | None, Pace]] = {}
+        self._met: list[Pace] = []  # of the latest call's replicas
+        self._fastest = self._slowest = Pace()  # the best of all replicas in each, and the worst
         self._most_tokens: dict[str, int] = {}  # room seen at each replica, if it does not tell
         self._capacity: tuple[int, int, bool] = (0, 0, False)
         self._rounds = 0.0
@@ -83,7 +88,7 @@ class CacheSmithScheduler:
         key = FULL_PREFILL_KEY
         if is_reusing(profile):
             key = self._keys.setdefault(phase_key(profile), len(self._keys) + 1)
-        bucket = int(np.searchsorted(self._config.bucket_tokens, profile.num_context_tokens))
+        bucket = bisect_left(self._config.bucket_tokens, profile.num_context_tokens)
         row = self._table.add(
             profile, now_ms=self._time(now_ms), key=key, bucket=bucket, rounds=self._rounds
         )
@@ -104,24 +109,24 @@ class CacheSmithScheduler:
         """
         if self._book is None or not len(self._table):
             return ()
-        slack = self._table.slack_ms(self._time(now_ms))
-        floor = self._table.floats("floor_ms") * self._fastest
-        impossible = self._table.alive & self._too_long()
-        hopeless = self._table.alive & (slack < floor) & ~impossible
+        queue = self._table.queue(self._time(now_ms))
+        floor_ms = queue.times(self._fastest).floor_ms
+        impossible = self._too_long(queue)
+        hopeless = (queue.slack_ms < floor_ms) & ~impossible
         refused = []
         for mask, reason, wanted in (
             (impossible, RefusalReason.IMPOSSIBLE, self._config.refuse_impossible),
             (hopeless, RefusalReason.HOPELESS, self._config.refuse_hopeless),
         ):
-            for row in np.flatnonzero(mask) if wanted else ():
-                profile = self._table.entry(int(row)).profile
+            for place in mask.nonzero()[0] if wanted else ():
+                profile = self._table.entry(queue.rows[place]).profile
                 self._table.remove(profile.request_id)
                 refused.append(
                     RefusedRequest(
                         request_id=profile.request_id,
                         reason=reason,
-                        needed_ms=float(floor[row]),
-                        slack_ms=float(slack[row]),
+                        needed_ms=float(floor_ms[place]),
+                        slack_ms=float(queue.slack_ms[place]),
                     )
                 )
         return refused
@@ -132,30 +137,27 @@ class CacheSmithScheduler:
         now_ms = self._time(now_ms)
         if not len(self._table) or not replicas:
             return None
-        replicas = sorted(replicas, key=lambda r: r.replica_id)
         self._meet(replicas)
         if self._table.compact():
             self._next_lookup = 0
         self._look_up()
         free = [r for r in replicas if r.is_free]
-        slack = self._table.slack_ms(now_ms)
-        forced, free = self._overdue(slack, free)
         if not free:
             return None
-        leader = self._leader(slack, free) if forced is None else forced
+        queue = self._table.queue(now_ms)
+        can_be_timely = queue.slack_ms >= queue.times(self._fastest).floor_ms
+        forced, free = self._overdue(queue, can_be_timely, free)
+        leader = self._leader(queue, can_be_timely, free) if forced is None and free else forced
         if leader is None:
             return None
-        chosen = self._best_replica(leader, free)
-        forced_late = forced is not None and bool(
-            slack[forced] < self._table.floats("floor_ms")[forced] * self._fastest
-        )
-        situation = self._situation(chosen, replicas, slack, now_ms, forced)
-        choice = BatchChoice(self._config, self._planner, self._passes, situation)
+        chosen = self._best_replica(self._table.entry(queue.rows[leader]).profile, free)
+        situation = self._situation(queue, chosen, replicas, now_ms, forced)
+        choice = BatchChoice(self._config, self._planner, self._passes, self._table, situation)
         decision = choice.timely() or choice.late()
         if decision is not None:
             self._rounds += 1.0 / len(replicas)
             self._batches_since_late += 1
-            if forced_late:
+            if forced is not None and not can_be_timely[forced]:
                 self._batches_since_late = 0
             for profile in decision.requests:
                 self._table.remove(profile.request_id)
@@ -170,23 +172,26 @@ class CacheSmithScheduler:
         return self._now_ms
 
     def _meet(self, replicas: Sequence[ReplicaState]) -> None:
-        """Take over nodes, speeds and capacities."""
+        """Take over nodes, paces and capacities."""
         if self._book is None or not any(
             _prices(r.cost) == _prices(self._book.cost) for r in replicas
         ):
-            reference = replace(replicas[0].cost, scale=1.0)
+            first = min(replicas, key=lambda r: r.replica_id)
+            reference = replace(first.cost, scale=1.0)
             self._book = CurveBook(
                 self._planner, self._passes, reference, reserve=self._config.reserve
             )
-            self._speeds.clear()
-            for row in np.flatnonzero(self._table.alive):
+            self._paces.clear()
+            for row in self._table.live_rows():
                 self._set_curve(int(row), num_cached=None, homes=0)
-        self._nodes = {}
-        for r in replicas:
-            self._nodes.setdefault(_node(r), r)
-        self._fastest = min(self._speed(r) for r in replicas)
         if len(self._most_tokens) > 4096:
             self._most_tokens.clear()
+            self._paces.clear()
+        self._nodes = {_node(r): r for r in replicas}
+        paces = [self._pace(r) for r in replicas]
+        if paces != self._met:
+            self._met = paces
+            self._fastest, self._slowest = _best_of(paces, min), _best_of(paces, max)
         plain = reuse = 0
         told = True
         for r in replicas:
@@ -199,39 +204,25 @@ class CacheSmithScheduler:
             reuse = max(reuse, most + r.parking_tokens)
         self._capacity = (plain, reuse, told)
 
-    def _speed(self, r: ReplicaState) -> float:
-        """How much longer this replica takes than the reference."""
-        known = self._speeds.get(r.replica_id)
-        if known is not None and known[0] is r.cost:
-            return known[1]
+    def _pace(self, r: ReplicaState) -> Pace:
+        known = self._paces.get(r.replica_id)
+        if known is not None and known[0] is r.cost and known[1] is r.link:
+            return known[2]
         assert self._book is not None
-        reference = self._book.cost
-        reference_ms = reference.work_ms(PROBE)
-        factor = r.cost.work_ms(PROBE) / reference_ms if reference_ms > 0.0 else 1.0
-        if len(self._speeds) > 4096:
-            self._speeds.clear()
-        self._speeds[r.replica_id] = (r.cost, factor)
-        return factor
+        reference_ms = self._book.cost.work_ms(PROBE)
+        pace = Pace(r.cost.work_ms(PROBE) / reference_ms if reference_ms > 0.0 else 1.0)
+        if r.link is not None and r.kv_token_bytes:
+            token_ms = r.kv_token_bytes / r.link.bytes_per_ms
+            pace = Pace(pace.speed, token_ms, r.link.latency_ms)
+        self._paces[r.replica_id] = (r.cost, r.link, pace)
+        return pace
 
-    def _too_long(self) -> Bools:
-        """Rows that fit no replica, however empty."""
+    def _too_long(self, queue: WaitingQueue) -> Bools:
+        """Those that fit no replica, however empty."""
         plain, reuse, told = self._capacity
         if not told:
-            return np.zeros(self._table.num_rows, np.bool_)
-        result: Bools = self._table.ints("tokens") > np.where(self._is_plain(), plain, reuse)
-        return result
-
-    def _fits(self, replicas: Sequence[ReplicaState]) -> Bools:
-        """Rows that one of the replicas could take now."""
-        plain = max(r.free_kv_tokens for r in replicas)
-        reuse = max(r.free_kv_tokens + r.parking_tokens for r in replicas)
-        room = np.where(self._is_plain(), plain, reuse)
-        result: Bools = self._table.alive & (self._table.ints("tokens") <= room)
-        return result
-
-    def _is_plain(self) -> Bools:
-        result: Bools = self._table.ints("key") == FULL_PREFILL_KEY
-        return result
+            return np.zeros(len(queue), np.bool_)
+        return ~_fits(queue, plain, reuse)
 
     # --- what is known of the requests -------------------------------------------------------
 
@@ -243,25 +234,28 @@ class CacheSmithScheduler:
             if (row := self._table.row(request_id)) is not None:
                 self._look_up_row(row)
                 left -= 1
-        for _ in range(min(left // 4, self._table.num_rows)):
+        for _ in range(min(left // 8, self._table.num_rows)):
             self._next_lookup = (self._next_lookup + 1) % self._table.num_rows
-            if self._table.alive[self._next_lookup]:
+            if self._table.is_live(self._next_lookup):
                 self._look_up_row(self._next_lookup)
 
     def _look_up_row(self, row: int) -> None:
         profile = self._table.entry(row).profile
         counts: dict[str, int] = {}
         if is_reusing(profile):
+            chunks = [(c.chunk_id, c.num_tokens) for c in profile.chunks]
             for node, r in self._nodes.items():
-                counts[node] = request_shape(profile, r.resident).num_cached
+                resident = r.resident
+                counts[node] = sum([num for chunk_id, num in chunks if chunk_id in resident])
         best = max(counts.values(), default=0)
         if profile.num_context_tokens and counts:
             share = best / profile.num_context_tokens
             self._cached_share += 0.05 * (share - self._cached_share)
         homes = 0
-        for node, cached in counts.items():
-            if cached and cached >= ALL_BUT_HOT * best:
-                homes |= self._bit(node)
+        if best:
+            for node, cached in counts.items():
+                if cached >= ALL_BUT_HOT * best:
+                    homes |= self._bit(node)
         self._set_curve(row, num_cached=best, homes=homes)
 
     def _bit(self, node: str) -> int:
@@ -273,7 +267,7 @@ class CacheSmithScheduler:
         """num_cached: of the context; None: not counted yet, as many as usual."""
         assert self._book is not None
         entry = self._table.entry(row)
-        self._table.ints("homes")[row] = homes
+        self._table.set_homes(row, homes)
         if entry.has_curve and num_cached == entry.num_cached:
             return
         profile = entry.profile
@@ -291,80 +285,103 @@ class CacheSmithScheduler:
 
     def _situation(
         self,
+        queue: WaitingQueue,
         chosen: ReplicaState,
         replicas: Sequence[ReplicaState],
-        slack: Floats,
         now_ms: float,
         forced: int | None,
     ) -> Situation:
-        speed = self._speed(chosen)
+        times = queue.times(self._pace(chosen))
         at_home = None
         if len(self._nodes) > 1:
-            homes = self._table.ints("homes")
-            at_home = (homes == 0) | ((homes & self._bit(_node(chosen))) != 0)
+            at_home = (queue.homes == 0) | ((queue.homes & self._bit(_node(chosen))) != 0)
         return Situation(
-            table=self._table,
+            queue=queue,
             chosen=chosen,
-            others=[r for r in replicas if r is not chosen],
             now_ms=now_ms,
-            slack_ms=slack,
-            timely=self._table.alive & (slack >= self._table.floats("floor_ms") * speed),
-            fits=self._fits([chosen]),
-            too_long=self._too_long(),
+            others_ms=[
+                0.0 if r.busy_until_ms is None else r.busy_until_ms - now_ms
+                for r in replicas
+                if r is not chosen
+            ],
+            has_free_others=any(r.is_free for r in replicas if r is not chosen),
+            times=times,
+            speed=self._pace(chosen).speed,
+            queue_times=queue.times(self._slowest),
+            timely=(queue.slack_ms >= times.floor_ms) & ~self._too_long(queue),
+            fits=_fits_now(queue, [chosen]),
             at_home=at_home,
-            speed=speed,
-            slowest=max(map(self._speed, replicas)),
             forced=forced,
         )
 
     # --- which replica, which request first --------------------------------------------------
 
     def _overdue(
-        self, slack: Floats, free: list[ReplicaState]
+        self, queue: WaitingQueue, can_be_timely: Bools, free: list[ReplicaState]
     ) -> tuple[int | None, list[ReplicaState]]:
         """The oldest overdue request that can run now, and the replicas that may take a batch.
 
         An older one that fits no free replica yet keeps the emptiest one from taking others.
         """
-        table = self._table
-        overdue = table.alive & (table.floats("rounds") <= self._rounds - self._config.max_rounds)
+        overdue = queue.rounds <= self._rounds - self._config.max_rounds
         if self._batches_since_late + 1 < self._config.late_every:
-            overdue &= slack >= table.floats("floor_ms") * self._fastest
-        if not free or not overdue.any():
+            overdue &= can_be_timely
+        if not overdue.any():
             return None, free
         plain, reuse, _ = self._capacity
-        could = table.ints("tokens") <= np.where(self._is_plain(), plain, reuse)
-        fits = self._fits(free)
-        waits_for_room = np.flatnonzero(overdue & could & ~fits)
-        runs = np.flatnonzero(overdue & fits)
-        if len(waits_for_room) and not (len(runs) and runs[0] < waits_for_room[0]):
-            profile = table.entry(int(waits_for_room[0])).profile
+        fits = _fits_now(queue, free)
+        runs = queue.oldest(overdue & fits)
+        waits_for_room = queue.oldest(overdue & _fits(queue, plain, reuse) & ~fits)
+        if waits_for_room is not None and (
+            runs is None or queue.rows[waits_for_room] < queue.rows[runs]
+        ):
+            profile = self._table.entry(queue.rows[waits_for_room]).profile
             emptiest = max(free, key=lambda r: (room_tokens(profile, r), r.replica_id))
             free = [r for r in free if r is not emptiest]
-            runs = np.flatnonzero(overdue & self._fits(free)) if free else runs[:0]
-        return (int(runs[0]) if len(runs) else None), free
+            runs = queue.oldest(overdue & _fits_now(queue, free)) if free else None
+        return runs, free
 
-    def _leader(self, slack: Floats, free: Sequence[ReplicaState]) -> int | None:
+    def _leader(
+        self, queue: WaitingQueue, can_be_timely: Bools, free: Sequence[ReplicaState]
+    ) -> int | None:
         """The earliest deadline that can be met, or the oldest request if none can."""
-        fits = self._fits(free)
-        timely = fits & (slack >= self._table.floats("floor_ms") * self._fastest)
-        if timely.any():
-            return int(np.argmin(np.where(timely, slack, np.inf)))
-        return int(np.argmax(fits)) if fits.any() else None
+        fits = _fits_now(queue, free)
+        timely = fits & can_be_timely
+        return int(timely.argmax()) if timely.any() else queue.oldest(fits)
 
-    def _best_replica(self, row: int, free: Sequence[ReplicaState]) -> ReplicaState:
+    def _best_replica(self, profile: RequestProfile, free: Sequence[ReplicaState]) -> ReplicaState:
         """The one where most of the request's tokens are hot; then the emptiest."""
-        profile = self._table.entry(row).profile
         cached: dict[str, int] = {}
 
-        def preference(r: ReplicaState) -> tuple[int, int]:
+        def preference(r: ReplicaState) -> tuple[int, int, str]:
             node = _node(r)
             if node not in cached:
                 cached[node] = request_shape(profile, r.resident).num_cached
-            return cached[node], r.free_kv_tokens
+            return -cached[node], -r.free_kv_tokens, r.replica_id
 
         fitting = [r for r in free if profile.num_prompt_tokens <= room_tokens(profile, r)]
-        return max(fitting, key=preference)
+        return min(fitting, key=preference)
+
+
+def _fits(queue: WaitingQueue, plain: int, reuse: int) -> Bools:
+    """Which requests fit into this room, given for full prefills and for others."""
+    room = plain if plain == reuse else np.where(queue.key == FULL_PREFILL_KEY, plain, reuse)
+    result: Bools = queue.tokens <= room
+    return result
+
+
+def _fits_now(queue: WaitingQueue, replicas: Sequence[ReplicaState]) -> Bools:
+    """Which requests one of the replicas could take now."""
+    plain = max(r.free_kv_tokens for r in replicas)
+    return _fits(queue, plain, max(r.free_kv_tokens + r.parking_tokens for r in replicas))
+
+
+def _best_of(paces: Collection[Pace], best: Callable[..., float]) -> Pace:
+    return Pace(
+        best(pace.speed for pace in paces),
+        best(pace.token_ms for pace in paces),
+        best(pace.latency_ms for pace in paces),
+    )
 
 
 def _node(r: ReplicaState) -> str:

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planner.cost_model import CostModel, PrefillShape
+from planner.cost_model import CostModel, PrefillShape, layer_works
 from planner.types import PhaseSpan, Signal
-
-PROJECTED = 0.25  # of a layer: what makes a row's keys and values, as `prefill_work` counts it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +169,9 @@ def layer_times(
     probe_len: int,
     cost: CostModel,
 ) -> LayerTimes:
-    """The work of `prefill_work`, layer by layer, at the prices of `cost`.
+    """The work of the plan, layer by layer, at the prices of `cost`.
 
-    Without waits the timeline's total is `cost.work_ms(prefill_work(...))`. A Probe layer of
-    `kv_dev` projects the rows that the one before kept, and walks those that it keeps itself; the
-    last one walks none. `auto` is one layer of `qci`, then `kv_dev`.
+    Without waits the timeline's total is `cost.work_ms(prefill_work(...))`.
     Raises ValueError for depths outside the model.
     """
     num_layers = cost.num_layers
@@ -184,72 +180,21 @@ def layer_times(
             f"warmup_depth and probe_len must be 0 or more and within {num_layers} layers, "
             f"got {warmup_depth} and {probe_len}"
         )
-    row, pair = cost.scale * cost.row_ms, cost.scale * cost.pair_ms
-    selected_pair, reuse = cost.scale * cost.selected_pair_ms, cost.scale * cost.reuse_ms
-    layer = cost.scale * cost.layer_ms
-    warmup = patch = question = 0.0
-    for shape, coverage in zip(shapes, coverages, strict=True):
-        n = shape.num_tokens
-        active = shape.num_always + coverage * shape.num_cached
-        dense_ms = row * n + pair * n * n / 2
-        warmup += dense_ms
-        patch += dense_ms if active == n else row * active + selected_pair * active * n / 2
-        question += shape.num_always * (row + selected_pair * n)
-    stitch = layer + reuse * sum(shape.num_cached for shape in shapes)
-    alone, probe = _probe_ms(
-        list(zip(shapes, coverages, strict=True)),
+    works = layer_works(
+        shapes,
+        coverages,
         signal=signal,
+        warmup_depth=warmup_depth,
         probe_len=probe_len,
         num_layers=num_layers,
-        layer=layer,
-        row=row,
-        reuse=reuse,
-        question=question,
     )
     return LayerTimes(
         num_layers=num_layers,
         warmup_depth=warmup_depth,
-        warmup_ms=layer + warmup,
-        patch_ms=patch + stitch,
-        fixed_ms=cost.scale * cost.fixed_ms,
-        probe_ms=probe,
+        warmup_ms=cost.work_ms(works.warmup),
+        patch_ms=cost.work_ms(works.patch),
+        fixed_ms=cost.work_ms(works.fixed),
+        probe_ms=tuple(cost.work_ms(work) for work in works.probe),
         probe_first=num_layers - 1 if signal is Signal.QCI_FINAL else None,
-        alone_ms=alone,
+        alone_ms=tuple(cost.work_ms(work) for work in works.alone),
     )
-
-
-def _probe_ms(
-    requests: Sequence[tuple[PrefillShape, float]],
-    *,
-    signal: Signal,
-    probe_len: int,
-    num_layers: int,
-    layer: float,
-    row: float,
-    reuse: float,
-    question: float,
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Probe layers before those that need stored KV, and those that do.
-
-    requests: with their coverages; layer, row, reuse: prices in ms; question: of one QCI layer
-    """
-    ranked = [shape for shape, coverage in requests if 0.0 < coverage < 1.0]
-    if not ranked or signal is Signal.POSITION:
-        return (), ()
-    if signal is Signal.QCI_FINAL:  # the suffix alone through all layers; the last one reads KV
-        walk = layer + row * sum(shape.num_always for shape in ranked)
-        stitch = reuse * sum(shape.num_cached for shape in ranked)
-        return (walk,) * (num_layers - 1), (walk + stitch,)
-    layers = [layer + reuse * sum(shape.num_cached for shape, _ in requests)] * probe_len
-    if signal is Signal.QCI:
-        return (), tuple(ms + question for ms in layers)
-    if signal is Signal.AUTO and layers:
-        layers[0] += question
-    rows = float(sum(shape.num_tokens for shape, _ in requests))
-    for step in range(1, probe_len + 1):
-        layers[step - 1] += PROJECTED * row * rows
-        if step < probe_len:
-            share = step / probe_len
-            rows = sum(shape.num_always + r**share * shape.num_cached for shape, r in requests)
-            layers[step - 1] += (1.0 - PROJECTED) * row * rows
-    return (), tuple(layers)

@@ -133,6 +133,7 @@ class RequestProfile:
     elapsed_ms: float = 0.0  # spent since the request arrived over HTTP
     policy: str = "adaptive"
     config: RecomputeConfig | None = None  # set by every policy but `adaptive`
+    wants_explanation: bool = False  # of the decision, with the ticket
 
     @property
     def num_context_tokens(self) -> int:
@@ -196,6 +197,7 @@ class Ticket:
     batch_size: int
     plan: RequestPlan
     queue_ms: float
+    explanation: str = ""  # why the batch and its plan were chosen, if the request asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +266,8 @@ class EngineInfo:
     max_num_seqs: int
     parking_tokens: int = 0  # prompts that may be prefilled into host memory meanwhile
     tensor_parallel_size: int
+    kv_token_bytes: float = 0.0  # stored KV of one token in one layer
+    cost_source: str = "measured at start"  # or the profile that the costs came from
     reuse_refusal: str | None = None  # why chunk reuse is off for this model, if it is
 
 

@@ -1,21 +1,24 @@
 """The waiting requests as columns, so that a decision is arithmetic on arrays."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.pass_curves import NUM_SEGMENTS, RequestCurve
+from planner.pass_curves import NUM_SEGMENTS, Pace, RequestCurve, Times
 from planner.types import RequestProfile
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
-FULL_PREFILL_KEY = 0  # of `WaitingTable.ints("key")`
+FULL_PREFILL_KEY = 0  # of `WaitingQueue.key`
 LONGEST_MS = 1e9  # a deadline further away, or none, counts as this
 
-_FLOATS = ("deadline_ms", "longest_ms", "floor_ms", "cold_ms", "floor_passes", "rounds")
-_INTS = ("tokens", "key", "bucket", "homes")
+# columns: deadline_ms, longest_ms (no request ever has more slack), rounds, floor_ms,
+# floor_passes, cold_ms, last_ms, probed, loaded, and the segments' ms and passes
+NUM_FLOATS = 9
+NUM_INTS = 4  # tokens, key, bucket, homes
 
 
 @dataclass(slots=True)
@@ -28,23 +31,58 @@ class Waiting:
     has_curve: bool = False
 
 
-class WaitingTable:
-    """Rows in order of arrival. Removed rows stay until half of them are gone; then all move up.
+@dataclass(frozen=True, slots=True)
+class WaitingQueue:
+    """Who waits at one moment: arrays in order of deadline, the shorter of two prompts first.
 
-    deadline_ms: of the scheduler's clock; longest_ms: more slack than this no request ever has.
-    floor_ms, floor_passes, segment_ms, segment_passes: the request's curve at home, at scale 1;
-    cold_ms: its floor where nothing is stored.
-    rounds: of the scheduler's counter when the request came.
+    rows: of the table, the lower the earlier it came.
+    slack_ms: time left; rounds: of the scheduler's counter when the request came.
     tokens: of the prompt; key: of its phases; bucket: of its context length; homes: the nodes
     where most of its chunks are hot, a bit each; 0 for none.
+    cold_ms: the floor's time on the reference machine where nothing is stored.
     """
+
+    rows: Ints
+    slack_ms: Floats
+    rounds: Floats
+    cold_ms: Floats
+    tokens: Ints
+    key: Ints
+    bucket: Ints
+    homes: Ints
+    floats: Floats  # the table's, of these rows
+    _times: dict[Pace, Times] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def times(self, pace: Pace) -> Times:
+        """The requests' curves at home, on a machine of this pace."""
+        if pace not in self._times:
+            _, _, _, floor_ms, passes, _, last_ms, probed, loaded = self.floats[:NUM_FLOATS]
+            segment_ms, gains = self.floats[NUM_FLOATS:].reshape(2, NUM_SEGMENTS, len(self))
+            speed = pace.speed
+            times = Times(speed * floor_ms, passes, speed * segment_ms, gains)
+            if pace.token_ms or pace.latency_ms:
+                last_ms = speed * last_ms
+                times = times.loading(pace, last_ms=last_ms, probed=probed, loaded=loaded)
+            self._times[pace] = times
+        return self._times[pace]
+
+    def oldest(self, mask: Bools) -> int | None:
+        """The place of the one that came first."""
+        places = mask.nonzero()[0]
+        return int(places[self.rows[places].argmin()]) if len(places) else None
+
+
+class WaitingTable:
+    """Rows in order of arrival. Removed rows stay until half of them are gone; then all move up."""
 
     def __init__(self) -> None:
         self._entries: list[Waiting | None] = []
         self._rows: dict[str, int] = {}
-        self._floats = {name: np.zeros(64) for name in _FLOATS}
-        self._ints = {name: np.zeros(64, np.int64) for name in _INTS}
-        self._segments = np.zeros((2, 64, NUM_SEGMENTS))
+        self._floats = np.zeros((NUM_FLOATS + 2 * NUM_SEGMENTS, 64))
+        self._ints = np.zeros((NUM_INTS, 64), np.int64)
         self._alive = np.zeros(64, np.bool_)
 
     def __len__(self) -> int:
@@ -58,38 +96,33 @@ class WaitingTable:
         """Of those that wait and those not yet cleared away."""
         return len(self._entries)
 
-    @property
-    def alive(self) -> NDArray[np.bool_]:
-        return self._alive[: len(self._entries)]
-
-    @property
-    def segment_ms(self) -> Floats:
-        return self._segments[0, : len(self._entries)]
-
-    @property
-    def segment_passes(self) -> Floats:
-        return self._segments[1, : len(self._entries)]
-
-    def floats(self, name: str) -> Floats:
-        return self._floats[name][: len(self._entries)]
-
-    def ints(self, name: str) -> Ints:
-        return self._ints[name][: len(self._entries)]
+    def live_rows(self) -> Ints:
+        rows: Ints = self._alive[: len(self._entries)].nonzero()[0]
+        return rows
 
     def row(self, request_id: str) -> int | None:
         return self._rows.get(request_id)
+
+    def is_live(self, row: int) -> bool:
+        return self._entries[row] is not None
 
     def entry(self, row: int) -> Waiting:
         entry = self._entries[row]
         assert entry is not None
         return entry
 
-    def slack_ms(self, now_ms: float) -> Floats:
-        """Time left until each deadline; a clock that jumps back gives nobody more than at first.
-
-        Rows that are gone hold anything.
-        """
-        return np.minimum(self.floats("deadline_ms") - now_ms, self.floats("longest_ms"))
+    def queue(self, now_ms: float) -> WaitingQueue:
+        """A clock that jumps back gives nobody more slack than at first."""
+        rows = self.live_rows()
+        deadline_ms, longest_ms = self._floats[0].take(rows), self._floats[1].take(rows)
+        slack_ms = np.minimum(deadline_ms - now_ms, longest_ms)
+        order = np.lexsort((self._ints[0].take(rows), slack_ms))
+        rows = rows.take(order)
+        floats, ints = self._floats.take(rows, axis=1), self._ints.take(rows, axis=1)
+        tokens, key, bucket, homes = ints
+        return WaitingQueue(
+            rows, slack_ms.take(order), floats[2], floats[5], tokens, key, bucket, homes, floats
+        )
 
     def add(
         self, profile: RequestProfile, *, now_ms: float, key: int, bucket: int, rounds: float
@@ -98,27 +131,33 @@ class WaitingTable:
         if row == len(self._alive):
             self._grow()
         longest = profile.ttft_slo_ms - profile.elapsed_ms
-        longest = float(np.clip(np.nan_to_num(longest, nan=0.0), -LONGEST_MS, LONGEST_MS))
+        longest = 0.0 if longest != longest else max(-LONGEST_MS, min(LONGEST_MS, longest))
         self._entries.append(Waiting(profile, now_ms))
         self._rows[profile.request_id] = row
         self._alive[row] = True
-        self._floats["deadline_ms"][row] = now_ms + longest
-        self._floats["longest_ms"][row] = longest
-        self._floats["rounds"][row] = rounds
-        self._ints["tokens"][row] = profile.num_prompt_tokens
-        self._ints["key"][row] = key
-        self._ints["bucket"][row] = bucket
-        self._ints["homes"][row] = 0
+        self._floats[:3, row] = now_ms + longest, longest, rounds
+        self._ints[:, row] = profile.num_prompt_tokens, key, bucket, 0
         return row
 
+    def set_homes(self, row: int, homes: int) -> None:
+        self._ints[3, row] = homes
+
     def set_curve(self, row: int, curve: RequestCurve) -> None:
-        self._floats["floor_ms"][row] = curve.floor_ms
-        self._floats["cold_ms"][row] = curve.cold_ms
-        self._floats["floor_passes"][row] = curve.floor_passes
-        self._segments[:, row] = 0.0
-        for idx, (ms, passes) in enumerate(curve.segments):
-            self._segments[0, row, idx] = ms
-            self._segments[1, row, idx] = passes
+        times = [ms for ms, _ in curve.segments]
+        gains = [passes for _, passes in curve.segments]
+        padding = [0.0] * (NUM_SEGMENTS - len(times))
+        self._floats[3:, row] = (
+            curve.floor_ms,
+            curve.floor_passes,
+            curve.cold_ms,
+            curve.last_ms,
+            curve.probed,
+            curve.loaded,
+            *times,
+            *padding,
+            *gains,
+            *padding,
+        )
 
     def remove(self, request_id: str) -> Waiting | None:
         row = self._rows.pop(request_id, None)
@@ -133,10 +172,9 @@ class WaitingTable:
         """Clear removed rows away if they are many; True if rows have moved."""
         if len(self._entries) <= 2 * len(self._rows) + 32:
             return False
-        kept = np.flatnonzero(self.alive)
-        for column in (*self._floats.values(), *self._ints.values()):
-            column[: len(kept)] = column[kept]
-        self._segments[:, : len(kept)] = self._segments[:, kept]
+        kept = self.live_rows()
+        for columns in (self._floats, self._ints):
+            columns[:, : len(kept)] = columns[:, kept]
         self._alive[: len(kept)] = True
         self._alive[len(kept) :] = False
         self._entries = [entry for entry in self._entries if entry is not None]
@@ -146,9 +184,7 @@ class WaitingTable:
         return True
 
     def _grow(self) -> None:
-        size = 2 * len(self._alive)
-        for columns in (self._floats, self._ints):
-            for name, column in columns.items():
-                columns[name] = np.resize(column, size)
-        self._alive = np.concatenate([self._alive, np.zeros_like(self._alive)])
-        self._segments = np.concatenate([self._segments, np.zeros_like(self._segments)], axis=1)
+        size = len(self._alive)
+        self._floats = np.pad(self._floats, ((0, 0), (0, size)))
+        self._ints = np.pad(self._ints, ((0, 0), (0, size)))
+        self._alive = np.pad(self._alive, (0, size))

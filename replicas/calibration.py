@@ -1,18 +1,26 @@
 """A first cost model, measured on the engine itself when it starts: a few small prefills."""
 
+import asyncio
 import random
+from collections.abc import Sequence
 from typing import Protocol
 
-from planner.cost_model import CostModel, PrefillShape, Work, fit_cost_model, prefill_work
+from planner.cost_fit import fit_phases
+from planner.cost_model import CostModel, PrefillShape, Work, phase_works
 from planner.types import Signal
 from replicas.batch import SegmentKind
 from replicas.connector_types import RequestParams, ResultParams, SegmentSpan
 from replicas.interface import StoredChunk
+from replicas.phase_times import phase_times
 
 LONGEST_TOKENS = 2048
-REUSE_COVERAGES = (0.0, 0.1, 0.4)
+FULL_SHARES = (1 / 32, 1 / 4, 1.0)  # of the longest
+BATCH_SIZE = 4  # of the shortest ones, together
+# (Probe length, coverage) by share of the longest
+REUSES = {1 / 4: ((1, 0.2), (2, 0.2)), 1.0: ((1, 0.05), (2, 0.4))}
 SUFFIX_TOKENS = 16
 REPEATS = 2
+BATCH_ID = 1 << 40  # above all of the scheduler's
 
 
 class MeasuredEngine(Protocol):
@@ -37,63 +45,121 @@ class MeasuredEngine(Protocol):
 
 
 async def measure_cost(engine: MeasuredEngine, *, num_layers: int) -> CostModel:
-    """Time full prefills of three lengths and, with chunk reuse, three coverages of two chunks."""
-    rng = random.Random()  # of its own: other prompts than any replica before
-    longest = min(LONGEST_TOKENS, engine.max_model_len // 2)
-    works: list[Work] = []
-    times: list[float] = []
+    """Time full prefills of three lengths and, with chunk reuse, a batch of short ones and a few
+    coverages of two chunks, phase by phase."""
+    return await _Calibration(engine, num_layers).run()
 
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(engine.vocab_size) for _ in range(count)]
 
-    async def measure(work: Work, token_ids: list[int], params: RequestParams | None) -> None:
-        # the best of a few: what else the machine does at start-up is not the prefill's cost
-        runs = [(await engine.prefill_ms(token_ids, params))[0] for _ in range(REPEATS)]
-        works.append(work)
-        times.append(min(runs))
+class _Calibration:
+    def __init__(self, engine: MeasuredEngine, num_layers: int) -> None:
+        self._engine = engine
+        self._num_layers = num_layers
+        self._rng = random.Random()  # of its own: other prompts than any replica before
+        self._batches: list[list[tuple[Work, float]]] = []  # (work, ms) of each phase
 
-    await engine.prefill_ms(tokens(SUFFIX_TOKENS), None)  # warm-up: first calls allocate
-    for length in (max(2, longest // 32), longest // 4, longest):
-        work = _work(0, length, num_layers=num_layers, warmup_depth=num_layers, coverage=1.0)
-        await measure(work, tokens(length), _exact(num_layers, engine))
-    for length in (longest // 4, longest) if engine.reuses_chunks else ():
-        chunk, salt = tokens(length - SUFFIX_TOKENS), f"calibration-{rng.random()}"
-        try:
-            stored = await engine.ingest(tuple(chunk), cache_salt=salt)
-        except ValueError:  # a store without room for it now
-            continue
-        for coverage in REUSE_COVERAGES:
-            work = _work(
-                len(chunk), SUFFIX_TOKENS, num_layers=num_layers, warmup_depth=1, coverage=coverage
+    async def run(self) -> CostModel:
+        engine = self._engine
+        longest = min(LONGEST_TOKENS, engine.max_model_len // 2)
+        await engine.prefill_ms(self._tokens(SUFFIX_TOKENS), None)  # first calls allocate
+        lengths = [max(2, int(share * longest)) for share in FULL_SHARES]
+        if not engine.reuses_chunks:
+            for length in lengths:
+                await self._plain(length)
+            return fit_phases(self._batches, num_layers=self._num_layers)
+        for size, length in (*((1, length) for length in lengths), (BATCH_SIZE, lengths[0])):
+            prompts = [self._tokens(length) for _ in range(size)]
+            shape = PrefillShape(num_cached=0, num_always=length)
+            params = RequestParams(
+                warmup_depth=self._num_layers,
+                probe_len=0,
+                batch_id=BATCH_ID,
+                batch_size=size,
+                wants_timeline=True,
             )
-            prompt = [*chunk, *tokens(SUFFIX_TOKENS)]
-            await measure(work, prompt, _reuse(len(chunk), salt, coverage))
-        engine.delete_chunk(stored.chunk_id)
-    return fit_cost_model(works, times, num_layers=num_layers)
+            await self._measure(prompts, params, [shape] * size)
+        for share, plans in REUSES.items():
+            await self._reuse(max(2, int(share * longest)), plans)
+        return fit_phases(self._batches, num_layers=self._num_layers)
 
+    async def _plain(self, length: int) -> None:
+        """vLLM's own prefill, of which the whole time is all that is known."""
+        token_ids = self._tokens(length)
+        runs = [(await self._engine.prefill_ms(token_ids, None))[0] for _ in range(REPEATS)]
+        shape = PrefillShape(num_cached=0, num_always=length)
+        works = self._works([shape], warmup_depth=self._num_layers, probe_len=0, coverage=1.0)
+        self._batches.append([(sum(works.values(), Work()), min(runs))])
 
-def _exact(num_layers: int, engine: MeasuredEngine) -> RequestParams | None:
-    """All layers for all tokens by our own walk; vLLM's prefill where reuse is off."""
-    if not engine.reuses_chunks:
-        return None
-    return RequestParams(warmup_depth=num_layers, probe_len=0)
+    async def _reuse(self, length: int, plans: Sequence[tuple[int, float]]) -> None:
+        chunk, salt = self._tokens(length), f"calibration-{self._rng.random()}"
+        try:
+            stored = await self._engine.ingest(tuple(chunk), cache_salt=salt)
+        except ValueError:  # a store without room for it now
+            return
+        for probe_len, coverage in plans:
+            params = RequestParams(
+                segments=[SegmentSpan(kind=SegmentKind.CHUNK, start=0, end=length)],
+                cache_salt=salt,
+                warmup_depth=1,
+                probe_len=min(probe_len, self._num_layers - 1),
+                coverage=coverage,
+                wants_timeline=True,
+            )
+            shape = PrefillShape(num_cached=length, num_always=SUFFIX_TOKENS)
+            await self._measure([[*chunk, *self._tokens(SUFFIX_TOKENS)]], params, [shape])
+        self._engine.delete_chunk(stored.chunk_id)
 
+    async def _measure(
+        self, prompts: list[list[int]], params: RequestParams, shapes: list[PrefillShape]
+    ) -> None:
+        """One batch, each phase by the best of a few runs: what else the machine does at start-up
+        is not the prefill's cost. Runs that went otherwise do not count."""
+        works = self._works(
+            shapes,
+            warmup_depth=params.warmup_depth,
+            probe_len=params.probe_len,
+            coverage=params.coverage,
+        )
+        runs = []
+        for _ in range(REPEATS):
+            ended = await asyncio.gather(*(self._engine.prefill_ms(p, params) for p in prompts))
+            answer = ended[0][1]
+            is_planned = (
+                answer is not None
+                and not answer.missing
+                and not answer.result.recovered
+                and answer.result.batch_size == len(prompts)
+                and answer.result.timeline
+            )
+            if answer is None or not is_planned:
+                continue
+            times = phase_times(answer.result)
+            runs.append(
+                {
+                    "warmup": times.warmup_ms,
+                    "probe": times.probe_ms,
+                    "patch": times.patch_ms,
+                    "fixed": max(ms for ms, _ in ended) - times.total_ms,
+                }
+            )
+        if runs:
+            best = {phase: min(run[phase] for run in runs) for phase in works}
+            self._batches.append(
+                [(w, best[phase]) for phase, w in works.items() if best[phase] > 0]
+            )
 
-def _reuse(num_chunk: int, salt: str, coverage: float) -> RequestParams:
-    span = SegmentSpan(kind=SegmentKind.CHUNK, start=0, end=num_chunk)
-    return RequestParams(
-        segments=[span], cache_salt=salt, warmup_depth=1, probe_len=1, coverage=coverage
-    )
+    def _works(
+        self, shapes: list[PrefillShape], *, warmup_depth: int, probe_len: int, coverage: float
+    ) -> dict[str, Work]:
+        """By phase; those that do not run are left out."""
+        works = phase_works(
+            shapes,
+            [coverage] * len(shapes),
+            signal=Signal.KV_DEV,
+            warmup_depth=warmup_depth,
+            probe_len=probe_len,
+            num_layers=self._num_layers,
+        )
+        return {phase: work for phase, work in works.items() if any(work.counts)}
 
-
-def _work(
-    num_cached: int, num_always: int, *, num_layers: int, warmup_depth: int, coverage: float
-) -> Work:
-    return prefill_work(
-        [PrefillShape(num_cached=num_cached, num_always=num_always)],
-        [coverage],
-        signal=Signal.KV_DEV,
-        warmup_depth=warmup_depth,
-        probe_len=min(1, num_layers - warmup_depth),
-        num_layers=num_layers,
-    )
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(self._engine.vocab_size) for _ in range(count)]

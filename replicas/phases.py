@@ -169,6 +169,7 @@ class ThreePhasePrefill:
                     num_cached=len(self.batch.candidates[i]),
                     num_always=len(self.batch.always[i]),
                     num_keys=len(request.token_ids),
+                    planned=request.coverage,
                     floor=floor,
                     saturation=saturation,
                     scores=None if ranking is None else _worths(ranking.scores),

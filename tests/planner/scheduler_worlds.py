@@ -16,6 +16,7 @@ from planner import (
     SlackPlannerConfig,
     prefill_work,
 )
+from planner.timeline import arrivals_ms, layer_times, total_ms
 from planner.types import RequestPlan, Signal
 
 COST = CostModel(
@@ -49,7 +50,8 @@ class ConcavePlanner:
         share = (coverage - FLOOR) / (SATURATION - FLOOR)
         return self.at_floor + (self.at_most - self.at_floor) * (1 - (1 - share) ** self.bend)
 
-    def plan(self, requests, *, budget_ms, cost):
+    def plan(self, requests, *, budget_ms, cost, link=None):
+        """With a link, no plan ends before the timeline lets it; coverages do not know of it."""
         self.num_plans += 1
         slopes = [_coverage_ms(r.shape, cost) for r in requests]
         coverages = [FLOOR] * len(requests)
@@ -67,6 +69,8 @@ class ConcavePlanner:
             spent += part * slopes[i]
             if part < step:
                 break
+        if link is not None:
+            spent = max(spent, _loaded_ms(requests, coverages, cost, link))
         plans = tuple(
             RequestPlan(
                 policy=r.policy,
@@ -85,6 +89,20 @@ class ConcavePlanner:
             expected_ms=spent,
             expected_passes=sum(map(self.enough, coverages)),
         )
+
+
+def _loaded_ms(requests, coverages, cost, link):
+    """What the timeline says, with the stored KV of the layers behind WarmUp on its way."""
+    times = layer_times(
+        [r.shape for r in requests],
+        coverages,
+        signal=Signal.KV_DEV,
+        warmup_depth=1,
+        probe_len=1,
+        cost=cost,
+    )
+    layer_bytes = sum(r.layer_bytes for r in requests)
+    return total_ms(times, arrivals_ms([layer_bytes] * (cost.num_layers - 1), link))
 
 
 def _floor_ms(shapes, cost, coverage=FLOOR):

@@ -40,10 +40,12 @@ def bucket(enough, limit=None):
     )
 
 
-def anchor(signal, depth, *buckets):
+def anchor(signal, depth, *buckets, least_warmup=0):
     """Each bucket may be the last one's `enough` alone."""
     made = tuple(b if isinstance(b, DemandBucket) else bucket(b) for b in buckets)
-    return DemandAnchor(signal=signal, warmup_depth=depth - 1, probe_len=1, buckets=made)
+    return DemandAnchor(
+        signal=signal, warmup_depth=least_warmup, probe_len=depth - least_warmup, buckets=made
+    )
 
 
 def planner(*anchors, **config):
@@ -184,6 +186,30 @@ def test_a_slow_link_is_hidden_behind_warm_up_and_a_fast_one_leaves_probing():
     assert splits[1] == splits[3] == (13, 1)
     assert splits[3][0] > splits[6][0] > splits[50][0]
     assert splits[50] == (1, 13)
+
+
+def test_no_plan_has_less_warm_up_than_what_was_measured():
+    anchors = [
+        anchor(Signal.KV_DEV, 6, FLAT, least_warmup=2),
+        anchor(Signal.KV_DEV, 14, STEEP, least_warmup=12),
+    ]
+    made = planner(*anchors)
+    seen = set()
+    for budget_ms in np.linspace(1.0, 1.2, 30) * made.floor_ms([request()], COST):
+        explained = made.explain([request()], budget_ms=budget_ms, cost=COST)
+        for candidate in explained.candidates:
+            # halfway between two depths, as many as halfway between their WarmUps
+            assert candidate.warmup_depth >= 2 + (candidate.rank_depth - 6) * 10 / 8
+            seen.add(candidate.rank_depth)
+    assert len(seen) > 3
+
+
+def test_the_engine_may_raise_a_coverage_to_where_more_is_worth_nothing():
+    made = planner(anchor(Signal.QCI, 4, (0.1, 0.6, 0.9, 0.9, 1.0)))
+    for budget_ms, most in ((1.0, 0.2), (60.0, 0.2), (1e6, 0.5)):  # at last the saturation itself
+        (plan,) = made.plan([request()], budget_ms=budget_ms, cost=COST).requests
+        assert plan.band == (0.05, pytest.approx(most))
+        assert plan.coverage <= plan.band[1]
 
 
 def test_a_plan_for_a_slower_link_expects_less():

@@ -2,7 +2,15 @@ import random
 
 import pytest
 
-from planner import CostModel, PrefillShape, Signal, fit_cost_model, prefill_work
+from planner.cost_model import (
+    PRICES,
+    CostModel,
+    PrefillShape,
+    Work,
+    phase_works,
+    prefill_work,
+)
+from planner.types import Signal
 
 
 def work_of(cached, always, coverage, *, w=1, p=1, num_layers=8, signal=Signal.KV_DEV):
@@ -65,44 +73,59 @@ def test_a_batchs_work_is_the_sum_of_its_requests():
     assert together.selected_pairs == pytest.approx(sum(w.selected_pairs for w in alone))
 
 
-def random_works(rng, count):
-    return [
-        work_of(rng.randint(0, 3000), rng.randint(1, 300), rng.random(), w=rng.randint(0, 8), p=0)
-        for _ in range(count)
+def random_plan(rng):
+    num_layers = rng.randint(2, 12)
+    w = rng.randint(0, num_layers)
+    shapes = [
+        PrefillShape(num_cached=rng.randint(0, 3000), num_always=rng.randint(1, 300))
+        for _ in range(rng.randint(1, 4))
     ]
+    return {
+        "shapes": shapes,
+        "coverages": [rng.choice((0.0, rng.random(), 1.0)) for _ in shapes],
+        "signal": rng.choice(list(Signal)),
+        "warmup_depth": w,
+        "probe_len": rng.randint(0, num_layers - w),
+        "num_layers": num_layers,
+    }
 
 
-def test_fit_recovers_the_prices():
+def test_phases_sum_to_the_prefill():
     rng = random.Random(0)
-    true = CostModel(
+    for _ in range(200):
+        plan = random_plan(rng)
+        phases, whole = phase_works(**plan), prefill_work(**plan)
+        assert list(phases) == ["warmup", "probe", "patch", "fixed"]
+        sums = [sum(counts) for counts in zip(*(w.counts for w in phases.values()), strict=True)]
+        assert sums == pytest.approx(whole.counts)
+        assert (phases["fixed"].prefills, phases["fixed"].requests) == (1, len(plan["shapes"]))
+        assert phases["warmup"].layers == plan["warmup_depth"]
+        assert phases["patch"].layers == plan["num_layers"] - plan["warmup_depth"]
+
+
+def test_a_filtering_probe_compares_what_the_layer_before_kept():
+    probe = phase_works(
+        [PrefillShape(num_cached=900, num_always=100)],
+        [0.25],
+        signal=Signal.KV_DEV,
+        warmup_depth=1,
+        probe_len=2,
         num_layers=8,
-        fixed_ms=12.0,
-        row_ms=0.02,
-        pair_ms=3e-6,
-        selected_pair_ms=3e-6,
-        reuse_ms=0.001,
-    )
-    works = random_works(rng, 20)
-    fitted = fit_cost_model(works, [true.work_ms(w) for w in works], num_layers=8)
-    for work in random_works(rng, 20):
-        assert fitted.work_ms(work) == pytest.approx(true.work_ms(work), rel=1e-6)
-    assert fitted.relative_error < 1e-6
+    )["probe"]
+    kept = 100 + 0.5 * 900  # the square root of the coverage, after one layer of two
+    assert probe.compared == pytest.approx(1000 + kept)
+    assert probe.rows == pytest.approx(kept)
+    assert probe.selected_pairs == pytest.approx(kept * 1000 / 2)
+    assert probe.reused == 2 * 900
+    assert (probe.layers, probe.filters) == (1, 1)  # the last one walks nothing
 
 
-def test_fit_never_gives_negative_prices_under_noise():
-    rng = random.Random(1)
-    for _ in range(50):
-        works = random_works(rng, 6)
-        times = [(5 + 0.01 * w.rows) * rng.uniform(0.5, 2.0) for w in works]
-        fitted = fit_cost_model(works, times, num_layers=8)  # refuses negative prices itself
-        assert fitted.relative_error >= 0
-
-
-@pytest.mark.parametrize("times", [[1.0], [1.0, float("nan")], [1.0, -2.0], [0.0, 1.0]])
-def test_fit_refuses_times_that_cannot_be(times):
-    works = random_works(random.Random(2), len(times))
-    with pytest.raises(ValueError, match=r"samples|finite and positive"):
-        fit_cost_model(works, times, num_layers=8)
+def test_works_are_priced_one_by_one():
+    cost = CostModel(num_layers=4, **{name: 2.0**idx for idx, name in enumerate(PRICES)}, scale=3.0)
+    for idx, counted in enumerate(PRICES.values()):
+        assert cost.work_ms(Work(**{counted: 5.0})) == 3.0 * 5.0 * 2.0**idx
+    assert cost.batch_fixed_ms(4) == cost.work_ms(Work(prefills=1, requests=4))
+    assert cost.stitched_layer_ms(4) == cost.work_ms(Work(layers=1, members=4))
 
 
 COST = CostModel(
@@ -136,13 +159,7 @@ def test_wild_observations_are_bounded():
 
 
 def test_costs_that_are_not_numbers_are_refused_by_name():
-    good = {
-        "fixed_ms": 1.0,
-        "row_ms": 1.0,
-        "pair_ms": 0.0,
-        "selected_pair_ms": 0.0,
-        "reuse_ms": 0.0,
-    }
+    good = dict.fromkeys(PRICES, 1.0)
     for name in good:
         for bad in (float("nan"), float("inf"), -1.0):
             with pytest.raises(ValueError, match=name):

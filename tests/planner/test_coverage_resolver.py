@@ -14,25 +14,31 @@ from planner.types import Signal
 COST = CostModel(
     num_layers=10,
     fixed_ms=5.0,
+    request_ms=0.5,
+    layer_ms=0.1,
+    member_ms=0.05,
     row_ms=0.01,
     pair_ms=1e-6,
     selected_pair_ms=2e-6,
     reuse_ms=1e-4,
 )
-OPEN = PatchDemand(num_cached=1000, num_always=50, num_keys=1050, floor=0.05, saturation=0.5)
+OPEN = PatchDemand(
+    num_cached=1000, num_always=50, num_keys=1050, planned=0.05, floor=0.05, saturation=0.5
+)
 
 
 def patch_ms(demands, coverages, arrivals_ms, cost=COST):
     """The timeline, layer by layer: starts when the one before is done and its KV is there."""
     layer_ms = cost.scale * sum(
-        (cost.row_ms + cost.selected_pair_ms * d.num_keys / 2) * (d.num_always + r * d.num_cached)
+        cost.member_ms
+        + (cost.row_ms + cost.selected_pair_ms * d.num_keys / 2) * (d.num_always + r * d.num_cached)
         + cost.reuse_ms * d.num_cached
         for d, r in zip(demands, coverages, strict=True)
     )
     now = 0.0
     for arrival in arrivals_ms:
-        now = max(now, arrival) + layer_ms
-    return now + cost.scale * cost.fixed_ms
+        now = max(now, arrival) + layer_ms + cost.scale * cost.layer_ms
+    return now + cost.scale * (cost.fixed_ms + cost.request_ms * len(demands))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -42,6 +48,7 @@ def test_the_deadline_is_met_or_the_floor_runs_and_time_is_used_up(seed):
     demands = []
     for _ in range(rng.randint(1, 5)):
         floor = rng.uniform(0.0, 0.3)
+        saturation = rng.uniform(floor, 1.0)
         num_cached = rng.randint(1, 2000)
         scored = rng.random() < 0.5
         demands.append(
@@ -49,8 +56,9 @@ def test_the_deadline_is_met_or_the_floor_runs_and_time_is_used_up(seed):
                 num_cached=num_cached,
                 num_always=rng.randint(1, 100),
                 num_keys=num_cached + 150,
+                planned=rng.uniform(floor, saturation),
                 floor=floor,
-                saturation=rng.uniform(floor, 1.0),
+                saturation=saturation,
                 scores=np_rng.exponential(size=num_cached) if scored else None,
             )
         )
@@ -81,6 +89,25 @@ def test_less_time_never_means_more_coverage():
     assert len(set(solved)) > 2
 
 
+def test_what_was_planned_runs_if_there_is_just_the_time_for_it():
+    peaked, flat = np.full(1000, 1e-3), np.full(1000, 1.0)
+    peaked[:200] = 10.0
+    demands = [
+        replace(OPEN, planned=0.1, scores=peaked),  # by its scores it would get more
+        replace(OPEN, planned=0.4, scores=flat),
+    ]
+    arrivals = [0.0] * 9
+    as_planned = patch_ms(demands, [0.1, 0.4], arrivals)
+    for left, compare in ((as_planned, pytest.approx), (as_planned - 8.0, float)):
+        solved = resolve_coverages(demands, time_left_ms=left, arrivals_ms=arrivals, cost=COST)
+        assert solved[0] == compare(0.1)  # what is missing is taken from the flat one
+    assert solved[1] < 0.4
+    more = resolve_coverages(
+        demands, time_left_ms=as_planned + 8.0, arrivals_ms=arrivals, cost=COST
+    )
+    assert more[0] > 0.1 and more[1] == pytest.approx(0.4)
+
+
 def test_a_late_layer_costs_coverage():
     on_time = resolve_coverages([OPEN], time_left_ms=60.0, arrivals_ms=[0.0] * 9, cost=COST)
     late = resolve_coverages([OPEN], time_left_ms=60.0, arrivals_ms=[0.0] * 8 + [52.0], cost=COST)
@@ -88,7 +115,7 @@ def test_a_late_layer_costs_coverage():
 
 
 def test_a_fixed_coverage_stays():
-    fixed = replace(OPEN, floor=0.3, saturation=0.3)
+    fixed = replace(OPEN, planned=0.3, floor=0.3, saturation=0.3)
     for left in (1.0, 1e6):
         solved = resolve_coverages(
             [fixed, OPEN], time_left_ms=left, arrivals_ms=[0.0] * 9, cost=COST

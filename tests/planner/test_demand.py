@@ -60,6 +60,15 @@ def test_two_splits_of_a_depth_count_as_the_lower():
     assert made.enough(Signal.KV_DEV, 4, 10, 0.1) == 0.2
 
 
+def test_a_curve_holds_for_as_much_warm_up_as_its_anchors_had():
+    made = curves(anchor(1, SHALLOW), anchor(5, DEEP, p=3), anchor(2, DEEP, signal=Signal.QCI))
+    least = [made.least_warmup(Signal.KV_DEV, depth) for depth in (1, 2, 3, 5, 8, 20)]
+    assert least == [1, 1, 2, 3, 5, 5]  # 4 more for 6 of depth, rounded up
+    assert made.least_warmup(Signal.AUTO, 8) == 5  # it may end as either
+    with pytest.raises(ValueError, match="no anchors for qci"):
+        curves(anchor(1, SHALLOW)).least_warmup(Signal.QCI, 4)
+
+
 def test_auto_is_the_lower_of_the_two_where_both_are_known():
     both = curves(anchor(1, DEEP), anchor(3, SHALLOW, signal=Signal.QCI))
     assert both.anchor_depths(Signal.AUTO) == (4,)

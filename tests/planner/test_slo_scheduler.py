@@ -30,10 +30,10 @@ from planner.scheduler_policies import (
     build_scheduler,
 )
 from planner.slo_scheduler import CacheSmithScheduler
+from planner.timeline import Link
 from planner.types import ChunkRef
 from tests.planner.scheduler_worlds import (
     COST,
-    AllHot,
     ConcavePlanner,
     profile,
     replica,
@@ -65,7 +65,7 @@ def static(name, policy, **fields):
 
 
 def floor_ms(tokens):
-    shape = [plan_input(profile("x", tokens=tokens), AllHot())]
+    shape = [plan_input(profile("x", tokens=tokens), replica())]
     return PLANNER.plan(shape, budget_ms=0.0, cost=COST).expected_ms
 
 
@@ -389,6 +389,103 @@ def test_impossible_rules_are_refused_by_name(bad):
         CacheSmithConfig(**bad)
 
 
+# --- stored KV that comes over a link ----------------------------------------------------------
+
+
+def linked(name="r", *, ms_per_kilotoken, **fields):
+    """A replica to which the stored KV of 1,000 tokens, all layers, takes so long."""
+    link = Link(bytes_per_ms=COST.num_layers * 1e6 / ms_per_kilotoken, latency_ms=1.0)
+    return replica(name, link=link, kv_token_bytes=1e3, **fields)
+
+
+def test_a_slow_link_makes_a_request_late_that_is_timely_over_a_fast_one():
+    slo = floor_ms(3000) + 100.0
+    refused = {}
+    for ms in (1.0, 400.0):
+        queue = queue_of(
+            profile("q", tokens=3000, slo=slo),
+            profile("patient", tokens=300, slo=9e3),
+            refuse_hopeless=True,
+        )
+        decision = queue.next_batch([linked(ms_per_kilotoken=ms, free_seqs=1)], now_ms=0.0)
+        assert ids(decision) == (["q"] if ms == 1.0 else ["patient"])
+        refused[ms] = [r.request_id for r in queue.take_refused(now_ms=0.0)]
+    assert refused == {1.0: [], 400.0: ["q"]}
+
+
+def test_the_link_counts_as_it_is_now_and_makes_no_new_curves():
+    queue = queue_of(*(profile(f"q{i}", tokens=3000, slo=5e3) for i in range(4)))
+    queue.next_batch([linked(ms_per_kilotoken=50.0, free_seqs=1)], now_ms=0.0)
+    before = PLANNER.num_plans
+    queue.next_batch([linked(ms_per_kilotoken=150.0, free_seqs=1)], now_ms=0.0)
+    assert PLANNER.num_plans == before + 1  # of the batch
+
+
+def test_a_request_is_hopeless_only_if_it_is_on_every_replica():
+    queue = queue_of(profile("q", tokens=3000, slo=floor_ms(3000) + 100.0), refuse_hopeless=True)
+    states = [
+        linked("slow", ms_per_kilotoken=400.0),
+        linked("fast", ms_per_kilotoken=1.0, busy_until_ms=10.0),
+    ]
+    queue.next_batch([replace(states[0], free_seqs=0), states[1]], now_ms=0.0)
+    assert list(queue.take_refused(now_ms=0.0)) == []
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=25, deadline=None)
+def test_the_curves_with_a_link_are_never_below_the_timeline(seed):
+    """Floor and saturation of single requests, on machines of any speed."""
+    rng = random.Random(seed)
+    tokens, share = rng.choice([300, 1500, 6000]), rng.choice([0.3, 1.0])
+    hot = int(share * tokens)
+    chunks = (
+        ChunkRef(chunk_id="hot", num_tokens=hot),
+        ChunkRef(chunk_id="cold", num_tokens=tokens - hot),
+    )
+    asked = profile("q", chunks=chunks)
+    state = linked(
+        ms_per_kilotoken=rng.choice([1.0, 30.0, 300.0]),
+        cost=replace(COST, scale=rng.choice([0.3, 1.0, 3.0])),
+        resident=frozenset(["hot"]),
+    )
+    queue = queue_of(asked)
+    queue.submit(profile("other"), now_ms=0.0)
+    queue.next_batch([replace(state, free_kv_tokens=1)], now_ms=0.0)  # nothing fits; it has met it
+    waiting = queue._table.queue(0.0)
+    place = waiting.rows.tolist().index(0)
+    times = waiting.times(queue._pace(state))
+    request = [plan_input(asked, state)]
+    floor, most = (
+        PLANNER.plan(request, budget_ms=budget, cost=state.cost, link=state.link)
+        for budget in (0.0, 1e9)
+    )
+    assert times.floor_ms[place] >= floor.expected_ms * (1 - 1e-6)
+    whole_ms = times.floor_ms[place] + times.segment_ms[:, place].sum()
+    assert whole_ms >= most.expected_ms * (1 - 1e-3)
+    passes = times.floor_passes[place] + times.segment_passes[:, place].sum()
+    assert passes == pytest.approx(most.expected_passes)
+    assert times.floor_ms[place] <= 1.35 * floor.expected_ms  # and not far above
+
+
+def test_batches_over_a_link_meet_their_deadlines():
+    rng = random.Random(0)
+    profiles = [
+        profile(f"q{i}", tokens=rng.choice([600, 1500, 3000]), slo=rng.uniform(300.0, 4e3))
+        for i in range(12)
+    ]
+    queue = queue_of(*profiles)
+    states = [linked(name, ms_per_kilotoken=60.0) for name in ("a", "b")]
+    _, decisions = run_to_the_end(queue, states)
+    assert sum(len(d.requests) for _, d in decisions) == 12
+    timely = 0
+    for start, decision in decisions:
+        end = start + decision.plan.expected_ms
+        if decision.judged:  # of requests that could be on time
+            assert all(end <= p.ttft_slo_ms + 1e-6 for p in decision.requests)
+            timely += len(decision.requests)
+    assert timely >= 6
+
+
 # --- properties --------------------------------------------------------------------------------
 
 
@@ -527,7 +624,7 @@ def test_curves_follow_the_planner():
             ChunkRef(chunk_id="hot", num_tokens=cached),
             ChunkRef(chunk_id="cold", num_tokens=tokens - cached - 50),
         )
-        request = [plan_input(profile("x", chunks=context), frozenset(["hot"]))]
+        request = [plan_input(profile("x", chunks=context), replica(resident=frozenset(["hot"])))]
         floor = PLANNER.plan(request, budget_ms=0.0, cost=COST)
         most = PLANNER.plan(request, budget_ms=1e9, cost=COST)
         assert curve.floor_ms == pytest.approx(floor.expected_ms, rel=0.01)

@@ -32,7 +32,12 @@ def costs(draw):
     return CostModel(
         num_layers=draw(st.integers(1, 12)),
         fixed_ms=draw(st.floats(0.0, 30.0)),
+        request_ms=draw(st.floats(0.0, 5.0)),
+        layer_ms=draw(st.floats(0.0, 2.0)),
+        member_ms=draw(st.floats(0.0, 1.0)),
+        filter_ms=draw(st.floats(0.0, 5.0)),
         row_ms=draw(PRICE),
+        compare_ms=draw(PRICE),
         pair_ms=draw(PRICE) * 1e-4,
         selected_pair_ms=draw(PRICE) * 1e-4,
         reuse_ms=draw(PRICE) * 1e-2,

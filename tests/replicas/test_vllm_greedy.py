@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
+from benchmarks.profiling.cost_grid import cost_profile, grid, measure_point
 from planner.types import RagRequest, Signal
+from replicas.calibration import measure_cost
 from tests.replicas.vllm_harness import (
     GREEDY,
+    NUM_LAYERS,
     ask,
     assert_same,
     make_request,
@@ -69,3 +72,30 @@ async def test_64_greedy_tokens_are_those_of_plain_vllm(engine, seed):
         assert len(answer.token_ids) == LONG.max_tokens
         assert answer.result.num_miss_tokens == missed
         assert not answer.result.full_prefill and plain.result.full_prefill
+
+
+# ---- what prefills cost, on the same engine; how long anything takes is not looked at ----
+
+
+async def test_a_grid_of_batches_is_measured_phase_by_phase(engine):
+    rng = random.Random(0)
+    points = [p for p in grid(NUM_LAYERS, 512) if rng.random() < 0.5]
+    measured = [await measure_point(engine, point, repeats=2) for point in points]
+    for point, one in zip(points, measured, strict=True):
+        assert len(one.runs) == 2
+        for run in one.runs:
+            ran = {phase for phase, ms in run.phases.items() if ms > 0}
+            assert ran == set(point.works(NUM_LAYERS))
+            assert run.stall_ms == 0
+            assert (run.loaded_bytes > 0) is (point.warmup_depth < NUM_LAYERS)
+    profile = cost_profile(measured, **engine.machine)
+    assert {fit.phase for fit in profile.fits} == {"warmup", "probe", "patch", "fixed"}
+    assert profile.cost.work_ms(points[0].works(NUM_LAYERS)["fixed"]) > 0
+
+
+async def test_the_measurement_at_start_leaves_nothing_behind(engine):
+    before = engine._tier.stats()
+    cost = await measure_cost(engine, num_layers=NUM_LAYERS)
+    assert cost.row_ms > 0 and cost.relative_error >= 0
+    after = engine._tier.stats()
+    assert (after.num_entries, after.num_leases) == (before.num_entries, 0)

@@ -1,0 +1,1 @@
+"""What `cachesmith profile` measures of a served model, for the planner."""
