@@ -144,6 +144,8 @@ class ApiFront:
                         "num_resident_chunks": r.num_resident_chunks,
                         "num_ingest_backlog": r.num_ingest_backlog,
                         "reuse_refusal": r.info.reuse_refusal if r.info else None,
+                        "cost_source": r.info.cost_source if r.info else None,
+                        "cost_drift": round(r.cost_drift, 3),
                     }
                     for r in status.ready
                 ],

@@ -1,19 +1,29 @@
 """What each part of the cluster reads. deploy/settings.py builds these."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner import FcfsConfig, SlackPlannerConfig
+from planner import (
+    BudgetPlannerConfig,
+    DemandProfile,
+    PolicyConfig,
+    RecomputeConfig,
+    built_in_demand,
+)
 
 NAMESPACE = "cachesmith"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The queue, and how long the scheduler waits for what."""
+    """The queue, and how long the scheduler waits for what.
 
-    fcfs: FcfsConfig = field(default_factory=FcfsConfig)
-    planner: SlackPlannerConfig = field(default_factory=SlackPlannerConfig)
+    demand: None where the model has not been profiled
+    """
+
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    planner: BudgetPlannerConfig = field(default_factory=BudgetPlannerConfig)
+    demand: DemandProfile | None = None
     gather_ms: float = 5.0  # a request waits this long for others to share its batch
     max_wait_ms: float = 120_000.0  # a request that waits longer is answered with 503
     lease_ms: float = 5_000.0  # a ticket that its replica has not confirmed by then is void
@@ -29,6 +39,12 @@ class SchedulerConfig:
         for name in ("gather_ms", "suspect_ms", "decode_reserve_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    def for_model(self, num_layers: int) -> "SchedulerConfig":
+        """With a demand: the measured one, or what is assumed of a model of so many layers."""
+        if self.demand is not None:
+            return self
+        return replace(self, demand=built_in_demand(num_layers, self.planner.signal))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +88,9 @@ class PromptConfig:
 class GatewayConfig:
     """How the ingress takes a request through admission and replicas."""
 
-    num_layers: int  # used for the floor plan while the scheduler is away
-    planner: SlackPlannerConfig = field(default_factory=SlackPlannerConfig)
+    num_layers: int
+    # what runs while the scheduler is away
+    floor: RecomputeConfig = field(default_factory=lambda: PolicyConfig().slack.floor)
     max_model_len: int | None = None  # what the replicas report, if None
     default_max_tokens: int = 256
     max_attempts: int = 3  # replicas tried before the first token

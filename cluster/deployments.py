@@ -40,7 +40,7 @@ def cluster_app(config: ClusterConfig) -> Application:
             request_router_kwargs={"name": scheduler.name, "namespace": scheduler.namespace},
         ),
     ).bind(config.replica, scheduler)
-    waiting = config.ingress.scheduler.fcfs.max_waiting
+    waiting = config.ingress.scheduler.policy.rules.limits.max_waiting
     running = config.num_replicas * config.max_ongoing_per_replica
     ingress = serve.deployment(
         serve.ingress()(Ingress),

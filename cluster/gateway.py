@@ -104,6 +104,7 @@ class Served:
     ttft_slo_ms: float
     replica_id: str
     wants_timeline: bool = False
+    explanation: str = ""  # why the plan was chosen, if the request asked
 
     @property
     def slo_met(self) -> bool:
@@ -242,6 +243,7 @@ class Gateway:
             elapsed_ms=self._clock.now_ms() - job.arrived_ms,
             policy=job.policy,
             config=job.chunk_config,
+            wants_explanation=job.wants_timeline,
         )
         try:
             ticket = await self._scheduler.admit(profile)
@@ -254,14 +256,7 @@ class Gateway:
 
     def _floor_ticket(self, job: Job) -> Ticket:
         """Without a scheduler: any replica, a batch of its own, as little work as is sensible."""
-        planner = self._config.planner
-        config = job.chunk_config or RecomputeConfig(
-            signal=planner.signal,
-            warmup_depth=planner.warmup_depth,
-            probe_len=planner.probe_len,
-            deviation=planner.deviation,
-            coverage=planner.band.floor,
-        )
+        config = job.chunk_config or self._config.floor
         return Ticket(
             replica_id="",
             batch_id=0,  # the replica that takes it makes it a batch of its own
@@ -309,6 +304,7 @@ class Gateway:
                         ttft_slo_ms=job.ttft_slo_ms,
                         replica_id=replica_id,
                         wants_timeline=job.wants_timeline,
+                        explanation=ticket.explanation,
                     )
                 yield Piece(
                     text=delta.text,

@@ -24,19 +24,22 @@ class Ingress:
     async def __init__(
         self, config: IngressConfig, scheduler: SchedulerAddress, replicas: DeploymentHandle
     ) -> None:
+        model_dir = await asyncio.to_thread(_model_dir, config)
+        num_layers = _num_layers(model_dir)
         ray_scheduler = RayScheduler(
-            scheduler, config.scheduler, gone_after_s=config.scheduler_gone_s
+            scheduler,
+            config.scheduler.for_model(num_layers),
+            gone_after_s=config.scheduler_gone_s,
         )
         await ray_scheduler.start()
-        model_dir = await asyncio.to_thread(_model_dir, config)
         tokenizer = await asyncio.to_thread(HfTokenizer.load, model_dir)
         clock = MonotonicClock()
         gateway = Gateway(
             ray_scheduler,
             RayReplicas(replicas),
             GatewayConfig(
-                num_layers=_num_layers(model_dir),
-                planner=config.scheduler.planner,
+                num_layers=num_layers,
+                floor=config.scheduler.policy.slack.floor,
                 max_model_len=config.max_model_len,
                 default_max_tokens=config.default_max_tokens,
             ),
@@ -64,7 +67,7 @@ def _model_dir(config: IngressConfig) -> Path:
 
 
 def _num_layers(model_dir: Path) -> int:
-    """From the model's config: it is needed for floor plans when the scheduler is away."""
+    """From the model's config: planning starts before a replica can say it."""
     config = json.loads((model_dir / "config.json").read_text())
     return int(config.get("text_config", config)["num_hidden_layers"])
 

@@ -14,6 +14,7 @@ class Lease:
     replica_id: str
     num_tokens: int
     expires_ms: float  # counts until the replica has confirmed the request
+    prefill_until_ms: float = 0.0  # as planned, of the scheduler's clock
     in_prefill: bool = True
     confirmed: bool = False
 
@@ -28,13 +29,32 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, request_id: str, replica_id: str, num_tokens: int, *, now_ms: float) -> None:
+    def grant(
+        self,
+        request_id: str,
+        replica_id: str,
+        num_tokens: int,
+        *,
+        now_ms: float,
+        expected_ms: float = 0.0,
+    ) -> None:
+        """expected_ms: until the first token, as planned"""
         self._leases[request_id] = Lease(
-            request_id, replica_id, num_tokens, expires_ms=now_ms + self._lease_ms
+            request_id,
+            replica_id,
+            num_tokens,
+            expires_ms=now_ms + self._lease_ms,
+            prefill_until_ms=now_ms + expected_ms,
         )
 
     def of(self, replica_id: str) -> list[Lease]:
         return [lease for lease in self._leases.values() if lease.replica_id == replica_id]
+
+    def by_replica(self) -> dict[str, list[Lease]]:
+        found: dict[str, list[Lease]] = {}
+        for lease in self._leases.values():
+            found.setdefault(lease.replica_id, []).append(lease)
+        return found
 
     def first_token(self, replica_id: str, request_id: str) -> None:
         """The request's prefill is over. It may have moved there from another replica's ticket."""

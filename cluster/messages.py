@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from planner import CostModel, EngineInfo, EngineLoad
+from planner import CostModel, EngineInfo, EngineLoad, Link
 from replicas.interface import ResidencyUpdate, StoredChunk
 
 
@@ -49,6 +49,7 @@ class ReplicaReport:
     info: EngineInfo | None
     cost: CostModel
     load: EngineLoad
+    link: Link | None = None  # what stored KV comes over; None: it is in the node's memory
     active: tuple[ActiveRequest, ...] = ()
     residency: ResidencyUpdate = field(default_factory=ResidencyUpdate)
 
@@ -74,6 +75,7 @@ class ReplicaSummary:
     num_leases: int
     in_prefill: bool
     num_resident_chunks: int
+    cost_drift: float = 1.0  # observed prefill time over what the first costs say
     info: EngineInfo | None
 
 

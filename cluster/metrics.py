@@ -6,6 +6,7 @@ from cluster.messages import RequestOutcome, SchedulerStatus
 
 _TTFT_BUCKETS = (10, 25, 50, 100, 200, 300, 500, 750, 1000, 1500, 2000, 3000, 5000, 10_000, 30_000)
 _QUEUE_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 60_000)
+_DECISION_BUCKETS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 _COVERAGE_BUCKETS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 
 
@@ -52,6 +53,18 @@ class ServerMetrics:
             "running_requests", "Requests between their first and their last token", ("replica",)
         )
         self._chunks = gauge("resident_chunks", "Chunks hot on the replica's node", ("replica",))
+        self._drift = gauge(
+            "cost_drift",
+            "Observed prefill time over what the profile, or the measurement at start, says",
+            ("replica",),
+        )
+        self._decision = Histogram(
+            "cachesmith_decision_ms",
+            "Time that the scheduler takes to form and plan one batch",
+            buckets=_DECISION_BUCKETS,
+            registry=self.registry,
+        )
+        self._refused = counter("refused", "Requests that the scheduler gave up", ("reason",))
         self._backlog = gauge("ingest_backlog", "Missed chunks to compute when idle", ("replica",))
         for met in ("true", "false"):
             self._slo.labels(met=met)
@@ -79,14 +92,21 @@ class ServerMetrics:
         self._recovered.inc(outcome.recovered)
         self._full.inc(outcome.full_prefill)
 
+    def decided(self, ms: float) -> None:
+        self._decision.observe(ms)
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(reason=reason).inc()
+
     def render(self, status: SchedulerStatus) -> bytes:
         """The text exposition, with the gauges as `status` says."""
         self._waiting.set(status.num_waiting)
         self._ready.set(len(status.ready))
-        for gauge in (self._running, self._chunks, self._backlog):
+        for gauge in (self._running, self._chunks, self._backlog, self._drift):
             gauge.clear()
         for replica in status.replicas:
             self._running.labels(replica=replica.replica_id).set(replica.num_running)
             self._chunks.labels(replica=replica.replica_id).set(replica.num_resident_chunks)
             self._backlog.labels(replica=replica.replica_id).set(replica.num_ingest_backlog)
+            self._drift.labels(replica=replica.replica_id).set(replica.cost_drift)
         return generate_latest(self.registry)

@@ -26,6 +26,7 @@ def cachesmith_field(served: Served) -> dict[str, Any]:
         "probe_len": result.probe_len,
         "coverage": round(result.coverage, 4),
         "planned_coverage": round(plan.coverage, 4),
+        "pass_probability": round(plan.pass_probability, 4),
         "budget_ms": round(plan.budget_ms, 3),
         "expected_ms": round(plan.expected_ms, 3),
         "queue_ms": round(served.queue_ms, 3),
@@ -55,12 +56,14 @@ def cachesmith_field(served: Served) -> dict[str, Any]:
         "full_prefill": result.full_prefill,
     }
     if served.wants_timeline:
+        field["explanation"] = served.explanation
         field["timeline"] = chrome_trace(
             result,
             queue_ms=served.queue_ms,
             ttft_ms=served.ttft_ms,
             ttft_slo_ms=served.ttft_slo_ms,
             replica_id=served.replica_id,
+            explanation=served.explanation,
         )
     return field
 

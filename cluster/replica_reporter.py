@@ -35,6 +35,7 @@ class ReplicaReporter:
             node_id=self._node_id,
             info=self._info if complete else None,
             cost=self._engine.cost,
+            link=self._engine.link,
             load=self._engine.load(),
             active=tuple(active),
             residency=update,

@@ -11,7 +11,14 @@ from cluster.config import SchedulerAddress, SchedulerConfig
 from cluster.messages import Refusal, ReplicaReport, ReportAck, RequestOutcome, SchedulerStatus
 from cluster.metrics import ServerMetrics
 from cluster.scheduler_service import SchedulerService
-from planner import FcfsScheduler, MonotonicClock, RequestProfile, SlackPlanner, Ticket
+from planner import (
+    BudgetPlanner,
+    DemandCurves,
+    MonotonicClock,
+    RequestProfile,
+    Ticket,
+    build_scheduler,
+)
 
 _MAX_CONCURRENCY = 10_000  # admissions wait inside their call
 
@@ -20,9 +27,17 @@ class SchedulerActor:
     """Forwards calls to the service; built and run inside the actor's own event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
+        """config: `for_model`, so that there is a demand to plan with"""
+        assert config.demand is not None
         self._config = config
-        policy = FcfsScheduler(config.fcfs, SlackPlanner(config.planner))
-        self._service = SchedulerService(policy, config, MonotonicClock(), ServerMetrics())
+        planner = BudgetPlanner(config.planner, DemandCurves(config.demand))
+        self._service = SchedulerService(
+            build_scheduler(config.policy, planner),
+            planner,
+            config,
+            MonotonicClock(),
+            ServerMetrics(),
+        )
         self._loop = asyncio.get_running_loop().create_task(self._service.run())
 
     async def config(self) -> SchedulerConfig:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from cluster.config import SchedulerConfig
-from cluster.leases import LeaseTable
+from cluster.leases import Lease, LeaseTable
 from cluster.membership import Membership
 from cluster.messages import (
     Refusal,
@@ -27,14 +27,19 @@ from cluster.messages import (
 from cluster.metrics import ServerMetrics
 from cluster.residency import NodeResidency
 from planner import (
+    CACHESMITH,
     BatchDecision,
+    BudgetPlanner,
     Clock,
     EngineInfo,
     QueueFullError,
+    RefusalReason,
+    RefusedRequest,
     ReplicaState,
     RequestProfile,
     SloScheduler,
     Ticket,
+    plan_input,
 )
 
 log = logging.getLogger(__name__)
@@ -61,10 +66,17 @@ class SchedulerService:
     """
 
     def __init__(
-        self, scheduler: SloScheduler, config: SchedulerConfig, clock: Clock, metrics: ServerMetrics
+        self,
+        scheduler: SloScheduler,
+        planner: BudgetPlanner,
+        config: SchedulerConfig,
+        clock: Clock,
+        metrics: ServerMetrics,
     ) -> None:
+        """planner: to explain decisions with"""
         self.epoch = uuid.uuid4().hex
         self._scheduler = scheduler
+        self._planner = planner
         self._config = config
         self._clock = clock
         self._metrics = metrics
@@ -189,8 +201,29 @@ class SchedulerService:
         running = self._membership.running(now_ms=now_ms)
         self._forget_gone(running, now_ms)
         self._refuse_late(running, now_ms)
-        while decision := self._scheduler.next_batch(self._free(running), now_ms=now_ms):
-            self._grant(decision, now_ms)
+        if self._scheduler.num_waiting:
+            self._dispatch(running, now_ms)
+
+    def _dispatch(self, running: frozenset[str], now_ms: float) -> None:
+        """Give tickets to all batches that can start, and up what is not to wait any longer."""
+        leases_of = self._leases.by_replica()
+        states = {
+            replica_id: self._state(replica_id, leases_of.get(replica_id, []), now_ms)
+            for replica_id in sorted(running & self._replicas.keys())
+        }
+        while decision := self._decide(list(states.values()), now_ms):
+            replica_id = decision.replica_id
+            self._grant(decision, states[replica_id], now_ms)
+            states[replica_id] = self._state(replica_id, self._leases.of(replica_id), now_ms)
+        for refused in self._scheduler.take_refused(now_ms=now_ms):
+            self._give_up(refused)
+
+    def _decide(self, states: Sequence[ReplicaState], now_ms: float) -> BatchDecision | None:
+        started_s = time.perf_counter()
+        decision = self._scheduler.next_batch(states, now_ms=now_ms)
+        if decision is not None:
+            self._metrics.decided((time.perf_counter() - started_s) * 1e3)
+        return decision
 
     def _dispatch_in(self, delay_ms: float) -> None:
         due_ms = self._clock.now_ms() + delay_ms
@@ -231,34 +264,66 @@ class SchedulerService:
             if not waiter.future.done():
                 waiter.future.set_result(refusal)
 
-    def _free(self, running: frozenset[str]) -> list[ReplicaState]:
-        states = []
-        for replica_id in running:
-            replica = self._replicas.get(replica_id)
-            if replica is None:
-                continue
-            leases = self._leases.of(replica_id)
-            if any(lease.in_prefill for lease in leases):
-                continue
-            info = replica.info
-            used = sum(lease.num_tokens + self._config.decode_reserve_tokens for lease in leases)
-            # an idle engine takes whatever fits the model, so that no request waits for ever
-            room = max(info.kv_capacity_tokens, 0 if leases else info.max_model_len)
-            reuse = info.reuse_refusal is None
-            resident = self._residency.of(replica.report.node_id) if reuse else frozenset[str]()
-            states.append(
-                ReplicaState(
-                    replica_id=replica_id,
-                    cost=replica.report.cost,
-                    free_seqs=info.max_num_seqs - len(leases),
-                    free_kv_tokens=room - used,
-                    parking_tokens=info.parking_tokens,
-                    resident=resident,
-                )
+    def _give_up(self, refused: RefusedRequest) -> None:
+        self._metrics.refused(refused.reason)
+        waiter = self._waiters.pop(refused.request_id)
+        if waiter.future.done():
+            return
+        if refused.reason is RefusalReason.IMPOSSIBLE:
+            refusal = Refusal(
+                status=400,
+                message="the prompt is longer than what any replica can hold",
+                code="context_length_exceeded",
             )
-        return states
+        else:
+            refusal = Refusal(
+                status=429,
+                message=f"the TTFT objective can not be met: {max(0.0, refused.slack_ms):.0f} ms "
+                f"are left of it, and the prefill takes {refused.needed_ms:.0f} ms at least",
+                code="slo_unreachable",
+                retry_after_s=1.0,
+            )
+        waiter.future.set_result(refusal)
 
-    def _grant(self, decision: BatchDecision, now_ms: float) -> None:
+    def _state(self, replica_id: str, leases: Sequence[Lease], now_ms: float) -> ReplicaState:
+        """Of a replica that can take a batch, or is in prefill."""
+        info, report = self._replicas[replica_id].info, self._replicas[replica_id].report
+        used = sum(lease.num_tokens + self._config.decode_reserve_tokens for lease in leases)
+        # an idle engine takes whatever fits the model, so that no request waits for ever
+        whole = max(info.kv_capacity_tokens, info.max_model_len)
+        in_prefill = [lease.prefill_until_ms for lease in leases if lease.in_prefill]
+        reuse = info.reuse_refusal is None
+        return ReplicaState(
+            replica_id=replica_id,
+            cost=report.cost,
+            free_seqs=info.max_num_seqs - len(leases),
+            free_kv_tokens=(info.kv_capacity_tokens if leases else whole) - used,
+            parking_tokens=info.parking_tokens,
+            resident=self._residency.of(report.node_id) if reuse else frozenset[str](),
+            node_id=report.node_id,
+            busy_until_ms=max(now_ms, *in_prefill) if in_prefill else None,
+            max_kv_tokens=whole,
+            link=report.link,
+            kv_token_bytes=info.kv_token_bytes,
+        )
+
+    def _explanation(self, decision: BatchDecision, state: ReplicaState) -> str:
+        """Why the batch and its plan were chosen, if one of its requests wants to know."""
+        if not any(profile.wants_explanation for profile in decision.requests):
+            return ""
+        if self._config.policy.name != CACHESMITH:
+            return f"the policy {self._config.policy.name} runs its configuration"
+        explained = self._planner.explain(
+            [plan_input(profile, state) for profile in decision.requests],
+            budget_ms=decision.plan.budget_ms,
+            cost=state.cost,
+            link=state.link,
+        )
+        judged = [batch.text() for batch in decision.judged]
+        return "\n".join([*judged, explained.text()])
+
+    def _grant(self, decision: BatchDecision, state: ReplicaState, now_ms: float) -> None:
+        explanation = self._explanation(decision, state)
         batch_id = next(self._batch_ids)
         members = zip(decision.requests, decision.queue_ms, decision.plan.requests, strict=True)
         for profile, queue_ms, plan in members:
@@ -270,6 +335,7 @@ class SchedulerService:
                 decision.replica_id,
                 profile.num_prompt_tokens,
                 now_ms=now_ms,
+                expected_ms=decision.plan.expected_ms,
             )
             waiter.future.set_result(
                 Ticket(
@@ -278,6 +344,7 @@ class SchedulerService:
                     batch_size=len(decision.requests),
                     plan=plan,
                     queue_ms=queue_ms,
+                    explanation=explanation if profile.wants_explanation else "",
                 )
             )
         log.info(
@@ -304,5 +371,6 @@ class SchedulerService:
             num_leases=len(leases),
             in_prefill=any(lease.in_prefill for lease in leases),
             num_resident_chunks=len(self._residency.of(node_id)),
+            cost_drift=replica.report.cost.scale if replica else 1.0,
             info=replica.info if replica else None,
         )

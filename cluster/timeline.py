@@ -10,7 +10,13 @@ _ROW_OF = {"load": "stored KV", "stall": "stored KV"}
 
 
 def chrome_trace(
-    result: PrefillResult, *, queue_ms: float, ttft_ms: float, ttft_slo_ms: float, replica_id: str
+    result: PrefillResult,
+    *,
+    queue_ms: float,
+    ttft_ms: float,
+    ttft_slo_ms: float,
+    replica_id: str,
+    explanation: str = "",
 ) -> dict[str, Any]:
     """One request, from its arrival at the ingress (time 0) to its first token.
 
@@ -26,6 +32,7 @@ def chrome_trace(
             for name, row in _ROWS.items()
         ),
         _span("queue", "request", max(0.0, engine_ms - queue_ms), min(queue_ms, engine_ms)),
+        {**_instant("plan", engine_ms), "args": {"explanation": explanation}},
         _span("hold", "request", engine_ms, timings.hold_ms),
         *(_phase(span, engine_ms) for span in result.timeline),
         _instant("first token", ttft_ms),

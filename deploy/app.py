@@ -5,6 +5,7 @@ command line calls.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
@@ -17,8 +18,23 @@ from cluster.config import (
     ReplicaConfig,
     SchedulerConfig,
 )
-from deploy.settings import Settings, SettingsError
-from planner import AutoRule, BudgetBand, Deviation, FcfsConfig, Signal, SlackPlannerConfig
+from deploy.profiles import NO_PROFILE, find_profile
+from deploy.settings import PlannerSection, Settings, SettingsError
+from planner import (
+    STATIC_POLICIES,
+    AutoRule,
+    BudgetBand,
+    BudgetPlanner,
+    BudgetPlannerConfig,
+    CacheSmithConfig,
+    DemandCurves,
+    Deviation,
+    FcfsConfig,
+    PolicyConfig,
+    ServingProfile,
+    Signal,
+    SlackPlannerConfig,
+)
 from replicas.config import EngineConfig
 from replicas.interface import RagEngine
 
@@ -71,27 +87,18 @@ def cluster_config(
 ) -> ClusterConfig:
     """Settings taken apart into what each part of the cluster reads."""
     engine, replicas, scheduler = settings.engine, settings.replicas, settings.scheduler
+    profile = profile_of(settings)
     per_rank = replicas.gpus_per_rank
     if per_rank is None:
         per_rank = 1.0 if has_gpus else 0.0
     scheduler_config = SchedulerConfig(
-        fcfs=FcfsConfig(
-            max_batch_requests=scheduler.max_batch_requests,
-            max_batch_tokens=scheduler.max_batch_tokens,
-            max_waiting=scheduler.max_waiting,
-        ),
-        planner=SlackPlannerConfig(
-            signal=Signal(settings.planner.signal),
-            deviation=Deviation(settings.planner.deviation),
-            resolve=settings.planner.resolve,
-            warmup_depth=settings.planner.warmup_depth,
-            probe_len=settings.planner.probe_len,
-            band=BudgetBand(floor=settings.planner.floor, saturation=settings.planner.saturation),
-            reserve=settings.planner.reserve,
-        ),
+        policy=policy_config(settings),
+        planner=planner_config(settings.planner),
+        demand=profile.demand if profile is not None else None,
         gather_ms=scheduler.gather_ms,
         max_wait_ms=scheduler.max_wait_ms,
     )
+    check_signal(scheduler_config)
     return ClusterConfig(
         app_name=app_name,
         ingress=IngressConfig(
@@ -104,7 +111,9 @@ def cluster_config(
             default_max_tokens=scheduler.default_max_tokens,
             resolve_model="deploy.models:resolve_model",
         ),
-        replica=ReplicaConfig(builder=engine_builder, engine=engine_config(settings)),
+        replica=ReplicaConfig(
+            builder=engine_builder, engine=replace(engine_config(settings), profile=profile)
+        ),
         num_replicas=replicas.num,
         cpus_per_replica=replicas.cpus_per_replica,
         gpus_per_replica=per_rank * engine.tensor_parallel_size,
@@ -112,6 +121,73 @@ def cluster_config(
         num_ingresses=settings.http.ingress_replicas,
         graceful_shutdown_s=replicas.graceful_shutdown_s,
     )
+
+
+def planner_config(planner: PlannerSection) -> BudgetPlannerConfig:
+    return BudgetPlannerConfig(
+        signal=None if planner.signal == "best" else Signal(planner.signal),
+        deviation=Deviation(planner.deviation),
+        resolve=planner.resolve,
+        band=BudgetBand(floor=planner.floor, saturation=planner.saturation),
+        reserve=planner.reserve,
+    )
+
+
+def policy_config(settings: Settings) -> PolicyConfig:
+    """The scheduling policy with its limits, and what it runs where it does not plan."""
+    planner, scheduler = settings.planner, settings.scheduler
+    static = STATIC_POLICIES[scheduler.static_config]
+    return PolicyConfig(
+        name=scheduler.policy,
+        rules=CacheSmithConfig(
+            limits=FcfsConfig(
+                max_batch_requests=scheduler.max_batch_requests,
+                max_batch_tokens=scheduler.max_batch_tokens,
+                max_waiting=scheduler.max_waiting,
+            ),
+            refuse_hopeless=scheduler.refuse_hopeless,
+            reserve=planner.reserve,
+        ),
+        static=static,
+        slack=SlackPlannerConfig(
+            signal=static.signal,
+            warmup_depth=static.warmup_depth,
+            probe_len=static.probe_len,
+            deviation=Deviation(planner.deviation),
+            resolve=planner.resolve,
+            band=BudgetBand(floor=planner.floor, saturation=planner.saturation),
+            reserve=planner.reserve,
+        ),
+    )
+
+
+def profile_of(settings: Settings) -> ServingProfile | None:
+    """The profile of the settings or that comes with the model, without its samples.
+
+    Raises SettingsError for a file that is no profile.
+    """
+    given = settings.planner.profile
+    if given == NO_PROFILE:
+        return None
+    path = Path(given).expanduser() if given else find_profile(settings.model.name_or_dir)
+    if path is None:
+        return None
+    try:
+        return ServingProfile.load(path).without_samples()
+    except OSError as exc:
+        raise SettingsError(f"planner.profile: can not read {path}: {exc.strerror}") from None
+    except ValueError as exc:
+        raise SettingsError(f"planner.profile: {exc}") from None
+
+
+def check_signal(config: SchedulerConfig) -> None:
+    """Refuse a signal that the profile knows nothing of. Raises SettingsError."""
+    if config.demand is None:
+        return
+    try:
+        BudgetPlanner(config.planner, DemandCurves(config.demand))
+    except ValueError as exc:
+        raise SettingsError(f"planner.signal: {exc}") from None
 
 
 def engine_config(settings: Settings) -> EngineConfig:
@@ -144,8 +220,6 @@ def engine_config(settings: Settings) -> EngineConfig:
 
 def build_engine(config: EngineConfig) -> RagEngine:
     """Called in the replica's process: finds the model on its node, then makes the engine."""
-    from dataclasses import replace
-
     from deploy.models import resolve_model
     from replicas.vllm_engine import VllmEngine
 

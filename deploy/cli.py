@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from deploy import client
+from benchmarks.profiling import command as profile
+from deploy import client, explain
 from deploy.console import fail, say
 from deploy.models import ModelUnavailableError
 from deploy.settings import SettingsError, load_settings
@@ -27,6 +28,8 @@ examples:
   cachesmith ingest --file corpus.jsonl            compute the documents' KV ahead
   cachesmith status
   cachesmith trace --request ask.json              where one request's time goes, for Perfetto
+  cachesmith explain --request ask.json            why its batch got its plan
+  cachesmith profile --model DIR --out FILE        measure what the planner goes by
   cachesmith bench prefill                         what reuse saves on this machine
 
 `cachesmith COMMAND --help` explains each command.
@@ -110,6 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     client.add_parsers(commands)
+    explain.add_parser(commands)
+    profile.add_parser(commands)
 
     names = _benchmarks()
     bench = commands.add_parser(

@@ -136,6 +136,7 @@ def _status(args: argparse.Namespace) -> int:
             f"{replica['num_resident_chunks']} chunks hot, "
             f"{replica['num_ingest_backlog']} to compute when idle"
         )
+        say(f"    costs: {replica['cost_source']}, prefills now take {replica['cost_drift']:.2f}x")
         if replica["reuse_refusal"]:
             say(f"    chunk reuse is off: {replica['reuse_refusal']}")
     for line in metrics.text.splitlines():
@@ -144,28 +145,37 @@ def _status(args: argparse.Namespace) -> int:
     return 0
 
 
-def _trace(args: argparse.Namespace) -> int:
+def ask_with_timeline(url: str, request: Path) -> dict[str, Any] | str:
+    """Send the request in the file; the answer's `cachesmith` field, or what is wrong."""
     try:
-        body = json.loads(args.request.read_text())
+        body = json.loads(request.read_text())
     except OSError as exc:
-        return fail(f"can not read {args.request}: {exc.strerror}")
+        return f"can not read {request}: {exc.strerror}"
     except ValueError as exc:
-        return fail(f"{args.request} is not JSON: {exc}")
+        return f"{request} is not JSON: {exc}"
     if not isinstance(body, dict):
-        return fail(f"{args.request} must hold a request's body, a JSON object")
+        return f"{request} must hold a request's body, a JSON object"
     options = body.get("cachesmith") or {}
     if not isinstance(options, dict):
-        return fail(f"{args.request}: cachesmith must be an object")
+        return f"{request}: cachesmith must be an object"
     body = {**body, "stream": False, "cachesmith": {**options, "timeline": True}}
     body.pop("stream_options", None)
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     try:
-        response = httpx.post(f"{args.url}{path}", json=body, timeout=None)
+        response = httpx.post(f"{url}{path}", json=body, timeout=None)
     except httpx.HTTPError as exc:
-        return fail(f"{args.url} does not answer: {exc}")
+        return f"{url} does not answer: {exc}"
     if response.status_code != 200:
-        return fail(f"{args.url} answered {response.status_code}: {response.text}")
-    report = response.json()["cachesmith"]
+        return f"{url} answered {response.status_code}: {response.text}"
+    report: dict[str, Any] = response.json()["cachesmith"]
+    return report
+
+
+def _trace(args: argparse.Namespace) -> int:
+    report = ask_with_timeline(args.url, args.request)
+    if isinstance(report, str):
+        return fail(report)
+    report.pop("explanation")
     try:
         args.output.write_text(json.dumps(report.pop("timeline")))
     except OSError as exc:

@@ -17,7 +17,8 @@ import httpx
 
 from deploy.local_ray import prepare_environment
 from deploy.models import ModelUnavailableError, resolve_model
-from deploy.settings import Settings
+from deploy.profiles import NO_PROFILE, describe, find_profile
+from deploy.settings import Settings, SettingsError
 
 Progress = Callable[[str], None]
 
@@ -58,10 +59,12 @@ def running_server(
     model_dir = _resolve(settings, progress)
     owns_ray = ray_address is None
     if owns_ray:
-        settings = _for_this_machine(settings, model_dir)
         prepare_environment()  # before anything below imports Ray
     from deploy.app import check_host_tier
 
+    settings = _with_profile(settings, model_dir, progress)
+    if owns_ray:
+        settings = _for_this_machine(settings, model_dir)
     check_host_tier(settings, model_dir)
     progress("starting Ray" if owns_ray else f"joining Ray at {ray_address}")
     started = time.monotonic()
@@ -107,6 +110,26 @@ def _for_this_machine(settings: Settings, model_dir: Path) -> Settings:
             "engine": settings.engine.model_copy(update={"cpu_threads": threads}),
         }
     )
+
+
+def _with_profile(settings: Settings, model_dir: Path, progress: Progress) -> Settings:
+    """The settings with the profile named that comes with the model, before its name is a folder.
+
+    Raises SettingsError for a file that is no profile, or one of another model.
+    """
+    from deploy.app import profile_of
+    from kv_tier.keys import model_fingerprint
+
+    profile = profile_of(settings)
+    if profile is not None and settings.planner.profile:  # by hand: it may be a wrong one
+        try:
+            profile.check_model(model_fingerprint(model_dir))
+        except ValueError as exc:
+            raise SettingsError(f"planner.profile: {exc}") from None
+    progress(describe(profile))
+    found = settings.planner.profile or find_profile(settings.model.name_or_dir) or NO_PROFILE
+    planner = settings.planner.model_copy(update={"profile": str(found)})
+    return settings.model_copy(update={"planner": planner})
 
 
 def _resolve(settings: Settings, progress: Progress) -> Path:

@@ -74,12 +74,11 @@ class ReplicasSection(_Section):
 
 
 class PlannerSection(_Section):
-    signal: Literal["kv_dev", "qci", "auto"] = "kv_dev"
+    profile: str | None = None  # a file, or "none"; unset: the one that comes with the model
+    signal: Literal["best", "kv_dev", "qci", "auto"] = "best"
     deviation: Literal["k", "v", "kv"] = "kv"
     auto_threshold: float = Field(default=0.85, ge=0, le=1)
     auto_qci_when: Literal["peaked", "flat"] = "peaked"
-    warmup_depth: int = Field(default=1, ge=0)
-    probe_len: int = Field(default=1, ge=0)
     floor: float = Field(default=0.05, ge=0, le=1)
     saturation: float = Field(default=0.50, ge=0, le=1)
     reserve: float = Field(default=0.15, ge=0, lt=1)
@@ -95,6 +94,9 @@ class PlannerSection(_Section):
 
 
 class SchedulerSection(_Section):
+    policy: Literal["cachesmith", "fcfs", "edf", "cachesmith-static"] = "cachesmith"
+    static_config: Literal["prophetkv", "cacheblend", "fusionrag", "full_reuse"] = "prophetkv"
+    refuse_hopeless: bool = False
     max_batch_requests: Positive = 8
     max_batch_tokens: Positive = 16_384
     max_waiting: Positive = 256

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.auto_signal import AutoRule
+from planner.serving_profile import ServingProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class EngineConfig:
     host_tier_dir: str = ""  # one folder a node, shared by its replicas; empty: no chunk store
     host_tier_bytes: int = 1 << 30
     max_ingest_backlog: int = 1024  # missed chunks remembered for idle time
+    profile: ServingProfile | None = None  # of the model; None: costs are measured at start
     vllm: dict[str, Any] = field(default_factory=dict)  # passed through to vLLM's AsyncEngineArgs
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from planner.cost_model import CostModel
+from planner.timeline import Link
 from planner.types import EngineInfo, EngineLoad, PrefillResult, RagRequest, Ticket
 
 
@@ -61,7 +62,12 @@ class RagEngine(Protocol):
 
     @property
     def cost(self) -> CostModel:
-        """The prefill's cost, measured at start and refreshed by every prefill."""
+        """The prefill's cost: the profile's or measured at start, refreshed by every prefill."""
+        ...
+
+    @property
+    def link(self) -> Link | None:
+        """What stored KV comes over; None where it is in this node's memory."""
         ...
 
     def generate(self, request: RagRequest, ticket: Ticket) -> AsyncIterator[GenerationDelta]:

@@ -1,7 +1,10 @@
 """From our settings to vLLM's: the arguments, and the environment that vLLM reads."""
 
 import os
+import platform
+from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kv_tier.keys import KeySpace
@@ -41,6 +44,26 @@ def prepare_environment(config: EngineConfig) -> None:
         cores = len(os.sched_getaffinity(0))
         threads = config.cpu_threads or max(1, cores // config.tensor_parallel_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def machine_facts(config: EngineConfig, *, dtype: str) -> dict[str, Any]:
+    """This machine as `CostProfile` names it; call it where the ranks run, or on their like."""
+    on_gpu = _has_gpu()
+    threads = None if on_gpu else int(os.environ.get("OMP_NUM_THREADS", "1"))
+    return {
+        "device": _gpu_name() if on_gpu else _processor_name(),
+        "num_threads": threads,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "dtype": dtype,
+    }
+
+
+def _processor_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "Model")):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def engine_args(config: EngineConfig) -> "AsyncEngineArgs":
@@ -110,6 +133,12 @@ def anchor_ids(config: EngineConfig) -> tuple[int, ...]:
         if token_id is not None:
             return (token_id,)
     return ()
+
+
+def _gpu_name() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name())  # asks the driver; does not start CUDA here
 
 
 def _has_gpu() -> bool:

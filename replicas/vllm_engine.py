@@ -13,6 +13,8 @@ from kv_tier.keys import KeySpace, model_fingerprint
 from planner.clock import Clock, MonotonicClock
 from planner.cost_model import CostModel
 from planner.policies import FULL_PREFILL
+from planner.serving_profile import CostProfile
+from planner.timeline import Link
 from planner.types import (
     EngineInfo,
     EngineLoad,
@@ -37,7 +39,13 @@ from replicas.interface import (
 )
 from replicas.kv_room import KvRoom
 from replicas.parking import FirstTokenSampling, ParkOrder
-from replicas.vllm_args import anchor_ids, chunk_reuse_args, engine_args, prepare_environment
+from replicas.vllm_args import (
+    anchor_ids,
+    chunk_reuse_args,
+    engine_args,
+    machine_facts,
+    prepare_environment,
+)
 from replicas.vllm_requests import VllmRequests, delta_of
 
 STAND_IN = [0, 0]  # vLLM's prompt of a prefill without KV blocks
@@ -100,6 +108,7 @@ class VllmEngine:
         self._num_layers = live.model_config.get_num_layers(live.parallel_config)
         self._capacity_tokens = live.cache_config.num_gpu_blocks * live.cache_config.block_size
         self._vocab_size = live.model_config.get_vocab_size()
+        self._dtype = str(live.model_config.dtype).removeprefix("torch.")
         self._requests = VllmRequests(self._engine, self._max_model_len)
         token_bytes = layout.layer_bytes(1) * layout.num_layers if layout is not None else 0
         self._room = KvRoom(
@@ -119,7 +128,10 @@ class VllmEngine:
                 ),
                 recompute_ms=self._recompute_ms,
             )
-        self._cost = CostTracker(await measure_cost(self, num_layers=self._num_layers))
+        costs = self._profiled_costs(fingerprint)
+        self._cost = CostTracker(
+            costs.cost if costs else await measure_cost(self, num_layers=self._num_layers)
+        )
         if self._ingester is not None:
             self._ingesting = asyncio.create_task(self._ingester.run())
         return EngineInfo(
@@ -131,8 +143,23 @@ class VllmEngine:
             parking_tokens=self._room.parking_tokens,
             max_num_seqs=self._config.max_num_seqs,
             tensor_parallel_size=self._config.tensor_parallel_size,
+            kv_token_bytes=layout.layer_bytes(1) if layout is not None else 0.0,
             reuse_refusal=refusal,
+            cost_source="profile" if costs else "measured at start",
         )
+
+    def _profiled_costs(self, fingerprint: str) -> CostProfile | None:
+        """The profile's costs, if they are of this machine.
+
+        Raises ValueError for a profile of another model.
+        """
+        profile = self._config.profile
+        if profile is None:
+            return None
+        profile.check_model(fingerprint)
+        costs = profile.costs
+        is_ours = costs is not None and costs.machine == tuple(self.machine.values())
+        return costs if is_ours and self.reuses_chunks else None
 
     async def close(self) -> None:
         if self._ingesting is not None:
@@ -161,6 +188,17 @@ class VllmEngine:
     def cost(self) -> CostModel:
         assert self._cost is not None, "start() has not finished"
         return self._cost.cost
+
+    @property
+    def link(self) -> Link | None:
+        """Stored KV is in this node's memory, unless a slower link is emulated."""
+        limit_mb_s = self._config.load_bandwidth_mb_s
+        return None if limit_mb_s is None else Link(bytes_per_ms=limit_mb_s * 1e3)
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What the cost of a prefill depends on, besides the model; as in `CostProfile`."""
+        return machine_facts(self._config, dtype=self._dtype)
 
     @property
     def reuses_chunks(self) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,16 +12,19 @@ from cluster.messages import ActiveRequest, Refusal, ReplicaReport
 from cluster.metrics import ServerMetrics
 from cluster.scheduler_service import SchedulerService
 from planner import (
+    BudgetPlanner,
+    CacheSmithConfig,
     ChunkRef,
     CostModel,
+    DemandCurves,
     EngineInfo,
     EngineLoad,
     FcfsConfig,
-    FcfsScheduler,
+    Link,
+    PolicyConfig,
     RequestProfile,
-    SlackPlanner,
-    SlackPlannerConfig,
     Ticket,
+    build_scheduler,
 )
 from replicas.interface import ResidencyUpdate
 from tests.fakes.fake_clock import FakeClock
@@ -59,26 +63,37 @@ def report(replica_id: str, **changes: Any) -> ReplicaReport:
     return ReplicaReport(**{**values, **changes})
 
 
-def profile(request_id: str, *, num_tokens: int = 100, chunks: tuple[str, ...] = ()) -> Any:
+def profile(
+    request_id: str,
+    *,
+    num_tokens: int = 100,
+    chunks: tuple[str, ...] = (),
+    slo_ms: float = 1000.0,
+    wants_explanation: bool = False,
+) -> Any:
     return RequestProfile(
         request_id=request_id,
         num_prefix_tokens=0,
         chunks=tuple(ChunkRef(chunk_id=c, num_tokens=50) for c in chunks),
         num_suffix_tokens=num_tokens,
-        ttft_slo_ms=1000.0,
+        ttft_slo_ms=slo_ms,
+        wants_explanation=wants_explanation,
     )
 
 
 class Bench:
     """A service with its clock, and requests as tasks."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, rules: dict[str, Any] | None = None, **config: Any) -> None:
         self.clock = FakeClock()
-        settings = SchedulerConfig(
-            fcfs=FcfsConfig(max_waiting=4, max_batch_requests=3), gather_ms=0.0, **config
+        limits = FcfsConfig(max_waiting=4, max_batch_requests=3)
+        policy = PolicyConfig(rules=CacheSmithConfig(limits=limits, **(rules or {})))
+        settings = SchedulerConfig(policy=policy, gather_ms=0.0, **config).for_model(4)
+        assert settings.demand is not None
+        planner = BudgetPlanner(settings.planner, DemandCurves(settings.demand))
+        self.service = SchedulerService(
+            build_scheduler(policy, planner), planner, settings, self.clock, ServerMetrics()
         )
-        policy = FcfsScheduler(settings.fcfs, SlackPlanner(SlackPlannerConfig()))
-        self.service = SchedulerService(policy, settings, self.clock, ServerMetrics())
 
     def add(self, *replica_ids: str, **changes: Any) -> None:
         self.service.sync_replicas("router", replica_ids)
@@ -343,6 +358,120 @@ def test_requests_go_where_their_chunks_are_hot():
         task = await bench.ask("a", chunks=("c1", "c2"))
         await bench.tick()
         assert ticket(task).replica_id == "r2"
+
+    scenario(test)
+
+
+def test_busy_replicas_are_shown_with_the_time_at_which_they_should_be_free():
+    async def test(bench: Bench) -> None:
+        bench.add("r1")
+        first = await bench.ask("a")
+        await bench.tick()
+        expected_ms = ticket(first).plan.expected_ms
+        seen = []
+
+        class Watching:
+            num_waiting = 1
+
+            def next_batch(self, replicas: Any, *, now_ms: float) -> None:
+                seen.append(replicas)
+
+            def take_refused(self, *, now_ms: float) -> tuple[()]:
+                return ()
+
+        bench.service._scheduler = Watching()  # type: ignore[assignment]
+        granted_ms = bench.clock.now_ms()
+        bench.add("r1", "r2")
+        bench.service.tick()
+        busy, free = seen[-1]
+        assert busy.busy_until_ms == pytest.approx(granted_ms + expected_ms)
+        assert not busy.is_free and free.is_free and free.node_id == "n1"
+        bench.clock.advance(expected_ms + 500.0)  # it takes longer than expected
+        bench.service.tick()
+        assert seen[-1][0].busy_until_ms == bench.clock.now_ms()
+        bench.service.first_token("r1", "a")
+        bench.service.tick()
+        assert all(state.is_free for state in seen[-1])
+
+    scenario(test)
+
+
+def test_hopeless_requests_are_refused_where_the_deployment_says_so():
+    async def test(bench: Bench) -> None:
+        bench.add("r1")
+        hopeless = await bench.ask("a", num_tokens=4000, slo_ms=20.0)
+        possible = await bench.ask("b")
+        await bench.tick()
+        refusal = hopeless.result()
+        assert isinstance(refusal, Refusal)
+        assert (refusal.status, refusal.code) == (429, "slo_unreachable")
+        assert "20 ms are left" in refusal.message and "ms at least" in refusal.message
+        assert ticket(possible).batch_size == 1
+
+    scenario(test, rules={"refuse_hopeless": True})
+
+    async def served(bench: Bench) -> None:
+        bench.add("r1")
+        hopeless = await bench.ask("a", num_tokens=4000, slo_ms=20.0)
+        await bench.tick()
+        assert ticket(hopeless).plan.expected_ms > 20.0
+
+    scenario(served)
+
+
+def test_a_prompt_over_every_capacity_is_an_error():
+    async def test(bench: Bench) -> None:
+        bench.add("r1", info=info(kv_capacity_tokens=1000, max_model_len=500))
+        task = await bench.ask("a", num_tokens=1001)
+        await bench.tick()
+        refusal = task.result()
+        assert isinstance(refusal, Refusal)
+        assert (refusal.status, refusal.code) == (400, "context_length_exceeded")
+
+    scenario(test)
+
+
+def test_a_request_that_asks_is_told_why():
+    async def test(bench: Bench) -> None:
+        bench.add("r1", residency=ResidencyUpdate(added=("c1",)))
+        asks = await bench.ask("a", chunks=("c1",), wants_explanation=True)
+        other = await bench.ask("b", chunks=("c1",))
+        await bench.tick()
+        assert ticket(asks).batch_size == 2
+        first, head, *table = ticket(asks).explanation.splitlines()
+        assert "batch of 2" in first and "2 requests, budget" in head
+        chosen = [line for line in table if line.startswith("*")]
+        assert len(chosen) == 1 and str(ticket(asks).plan.warmup_depth) in chosen[0]
+        assert ticket(other).explanation == ""
+
+    scenario(test)
+
+
+def test_stored_kv_behind_a_link_is_waited_for_in_the_plan():
+    async def test(bench: Bench) -> None:
+        expected = {}
+        for mb_s in (1.0, 1e3):
+            name = f"r{mb_s}"
+            bench.add(
+                name,
+                info=info(kv_token_bytes=100.0),
+                residency=ResidencyUpdate(added=("c1",)),
+                link=Link(bytes_per_ms=mb_s * 1e3),
+            )
+            task = await bench.ask(name, chunks=("c1",), num_tokens=10)
+            await bench.tick()
+            expected[mb_s] = ticket(task).plan.expected_ms
+        # 50 tokens of 100 bytes in each layer behind WarmUp, at 1 kB a millisecond
+        assert expected[1.0] > 5.0 > expected[1e3]
+
+    scenario(test)
+
+
+def test_drift_is_what_the_replicas_report():
+    async def test(bench: Bench) -> None:
+        bench.add("r1", cost=replace(COST, scale=1.5))
+        text = bench.service.metrics_text().decode()
+        assert 'cachesmith_cost_drift{replica="r1"} 1.5' in text
 
     scenario(test)
 

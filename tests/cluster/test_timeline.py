@@ -19,7 +19,12 @@ def test_spans_are_complete_events_in_microseconds_from_the_arrival():
         PhaseSpan(phase="patch", layer=1, start_ms=8.5, duration_ms=10.0),
     ]
     trace = chrome_trace(
-        result(*spans), queue_ms=5.0, ttft_ms=60.0, ttft_slo_ms=100.0, replica_id="r1"
+        result(*spans),
+        queue_ms=5.0,
+        ttft_ms=60.0,
+        ttft_slo_ms=100.0,
+        replica_id="r1",
+        explanation="because",
     )
     assert json.loads(json.dumps(trace)) == trace
     assert all({"ph", "pid", "name"} <= set(event) for event in trace["traceEvents"])
@@ -31,7 +36,10 @@ def test_spans_are_complete_events_in_microseconds_from_the_arrival():
     assert complete["patch"]["args"] == {"layer": 1}
     assert complete["stall"]["tid"] != complete["patch"]["tid"]
     marks = {e["name"]: e["ts"] for e in trace["traceEvents"] if e["ph"] == "i"}
-    assert marks == {"first token": 60_000, "deadline": 100_000}
+    assert marks == {"plan": 10_000, "first token": 60_000, "deadline": 100_000}
+    assert [e["args"] for e in trace["traceEvents"] if e["name"] == "plan"] == [
+        {"explanation": "because"}
+    ]
 
 
 def test_every_row_has_a_name():

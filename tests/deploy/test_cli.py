@@ -121,7 +121,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/v1/chat/completions":
-            report = {"policy": body["cachesmith"]["policy"], "ttft_ms": 5.0}
+            report = {
+                "policy": body["cachesmith"]["policy"],
+                "signal": "qci",
+                "warmup_depth": 2,
+                "probe_len": 3,
+                "coverage": 0.25,
+                "expected_ms": 4.0,
+                "compute_ms": 4.5,
+                "ttft_ms": 5.0,
+                "slo_ttft_ms": 9.0,
+                "explanation": "no other plan was worth more",
+            }
             if body["cachesmith"]["timeline"] and not body["stream"]:
                 report["timeline"] = {"traceEvents": [{"ph": "X", "name": "patch"}]}
             return self._answer({"cachesmith": report})
@@ -138,6 +149,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             "num_resident_chunks": 3,
             "num_ingest_backlog": 0,
             "reuse_refusal": None,
+            "cost_source": "profile",
+            "cost_drift": 1.25,
         }
         self._answer({"status": "ok", "model": "m", "num_waiting": 1, "replicas": [replica]})
 
@@ -166,7 +179,8 @@ def test_ingest_counts_and_status_shows(url: str, tmp_path: Path, capsys):
     corpus.write_text('"bad"\n"good"\n')
     assert main(["ingest", "--file", str(corpus), "--url", url]) == 1
     assert main(["status", "--url", url]) == 0
-    assert "replica r1: 2 running" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "replica r1: 2 running" in out and "costs: profile, prefills now take 1.25x" in out
 
 
 def test_trace_saves_the_timeline_of_a_request(url: str, tmp_path: Path, capsys):
@@ -188,3 +202,14 @@ def test_trace_names_the_file_that_is_wrong(text: str, tmp_path: Path, capsys):
     assert main(["trace", "--request", str(request)]) == 1
     assert "ask.json" in capsys.readouterr().err
     assert main(["trace", "--request", str(tmp_path / "none.json")]) == 1
+
+
+def test_explain_tells_of_a_running_servers_batch(url: str, tmp_path: Path, capsys):
+    request = tmp_path / "ask.json"
+    request.write_text('{"messages": [], "cachesmith": {"policy": "adaptive"}}')
+    assert main(["explain", "--request", str(request), "--url", url]) == 0
+    out = capsys.readouterr().out
+    assert "no other plan was worth more" in out and "qci w=2 p=3 r=0.250" in out
+    request.write_text("[]")
+    assert main(["explain", "--request", str(request), "--url", url]) == 1
+    assert "ask.json" in capsys.readouterr().err

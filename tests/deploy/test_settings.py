@@ -9,8 +9,17 @@ from pydantic import ValidationError
 
 from deploy.app import AppArgs, check_host_tier, cluster_config, engine_config, kv_bytes_per_token
 from deploy.settings import SettingsError, load_settings
-from planner import Signal
+from planner import (
+    SCHEDULER_POLICIES,
+    STATIC_POLICIES,
+    BudgetPlanner,
+    DemandCurves,
+    Signal,
+    build_scheduler,
+    built_in_demand,
+)
 from tests.fakes.byte_tokenizer import write_model_dir
+from tests.fakes.profiles import profile
 
 
 @pytest.fixture
@@ -128,9 +137,42 @@ def test_settings_reach_the_parts():
     scheduler = config.ingress.scheduler
     assert config.gpus_per_replica == 2 and config.num_replicas == 3
     assert config.max_ongoing_per_replica == 16
-    assert scheduler.fcfs.max_waiting == 9 and scheduler.planner.signal is Signal.QCI
-    assert scheduler.planner.band.floor == 0.1 and config.ingress.default_ttft_slo_ms == 700
+    assert scheduler.policy.rules.limits.max_waiting == 9
+    assert scheduler.planner.signal is Signal.QCI and scheduler.planner.band.floor == 0.1
+    # what the scheduler keeps back is what the planner does
+    assert scheduler.policy.rules.reserve == scheduler.planner.reserve > 0
+    assert config.ingress.default_ttft_slo_ms == 700
     assert cluster_config(settings, has_gpus=False).gpus_per_replica == 0
+
+
+def test_the_profile_reaches_planner_and_engine(tmp_path):
+    path = tmp_path / "profile.json"
+    made = profile(demand=built_in_demand(12, Signal.QCI))
+    made.save(path)
+    settings = load_settings(overrides={"planner": {"profile": str(path)}})
+    config = cluster_config(settings)
+    assert config.ingress.scheduler.demand == made.demand
+    assert config.replica.engine.profile == made
+    wrong = load_settings(overrides={"planner": {"profile": str(path), "signal": "kv_dev"}})
+    with pytest.raises(SettingsError, match=r"planner\.signal.*kv_dev"):
+        cluster_config(wrong)
+    none = load_settings(overrides={"planner": {"profile": "none"}})
+    assert cluster_config(none).replica.engine.profile is None
+    path.write_text("{}")
+    with pytest.raises(SettingsError, match=r"planner\.profile.*fingerprint"):
+        cluster_config(settings)
+
+
+@pytest.mark.parametrize("name", SCHEDULER_POLICIES)
+def test_every_scheduling_policy_can_be_set(name):
+    settings = load_settings(
+        overrides={"scheduler": {"policy": name, "static_config": "cacheblend"}}
+    )
+    config = cluster_config(settings).ingress.scheduler.for_model(8)
+    planner = BudgetPlanner(config.planner, DemandCurves(config.demand))
+    build_scheduler(config.policy, planner)
+    assert config.policy.static == STATIC_POLICIES["cacheblend"]
+    assert config.policy.slack.floor.warmup_depth == 1
 
 
 def test_a_host_tier_smaller_than_one_chunk_is_refused(tmp_path):

@@ -43,7 +43,13 @@ def url() -> Iterator[str]:
             yield running.url
 
 
-def ask(url: str, question: Question, options: dict) -> tuple[str, dict]:
+def store(url: str, question: Question) -> None:
+    for document in question.documents:
+        stored = httpx.post(f"{url}/v1/chunks", json={"documents": [{"text": document.text}]})
+        assert stored.status_code == 200, stored.text
+
+
+def ask(url: str, question: Question, options: dict, **fields) -> tuple[str, dict]:
     documents = [{"text": document.text} for document in question.documents]
     body = {
         "model": SYNTHETIC_MODEL.name,
@@ -52,6 +58,7 @@ def ask(url: str, question: Question, options: dict) -> tuple[str, dict]:
         "max_tokens": question.max_new_tokens,
         "temperature": 0,
         "cachesmith": options,
+        **fields,
     }
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -72,9 +79,7 @@ def test_the_server_answers_as_the_instrument(url):
         }
     right = dict.fromkeys(REQUESTS, 0.0)
     for question in questions:
-        for document in question.documents:
-            stored = httpx.post(f"{url}/v1/chunks", json={"documents": [{"text": document.text}]})
-            assert stored.status_code == 200, stored.text
+        store(url, question)
         for name, options in REQUESTS.items():
             text, info = ask(url, question, options)
             wanted = expected[question.question_id, name]
@@ -85,3 +90,23 @@ def test_the_server_answers_as_the_instrument(url):
             right[name] += wanted.gold
     assert right[FULL_PREFILL] >= 7
     assert right[POINT.name] > right[FULL_REUSE]
+
+
+def test_plans_follow_the_time_that_is_left(url):
+    """With the profile in the model's folder: what is promised is what it has measured."""
+    (question,) = SYNTHETIC.questions("vt", 16, 5, 1)
+    store(url, question)
+    plans = {}
+    for slo_ms in (1, 60_000):
+        _, info = ask(url, question, {"timeline": True}, slo={"ttft_ms": slo_ms})
+        assert info["num_miss_tokens"] == 0 and info["policy"] == "adaptive"
+        (chosen,) = (line for line in info["explanation"].splitlines() if line.startswith("*"))
+        names = [info["signal"], str(info["warmup_depth"]), str(info["probe_len"])]
+        assert chosen.split()[1:4] == names
+        plans[slo_ms] = info
+    tight, loose = plans.values()
+    assert not tight["slo_met"] and loose["slo_met"]
+    assert tight["planned_coverage"] == 0.05 and loose["planned_coverage"] > 0.05
+    assert loose["pass_probability"] > tight["pass_probability"]
+    (replica,) = httpx.get(f"{url}/health").json()["replicas"]
+    assert replica["cost_drift"] > 0

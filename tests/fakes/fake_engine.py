@@ -91,6 +91,10 @@ class FakeEngine:
         )
 
     @property
+    def link(self) -> None:
+        return None
+
+    @property
     def cost(self) -> CostModel:
         return CostModel(
             num_layers=NUM_LAYERS,
