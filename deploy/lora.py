@@ -42,7 +42,8 @@ def merge_adapter(base: Path, adapter: Path, dest: Path) -> None:
                 f"the adapter of {module} has the shapes {tuple(a.shape)} and {tuple(b.shape)}, "
                 f"but a weight of {tuple(weight.shape)} needs {expected[0]} and {expected[1]}"
             )
-        weights[f"{module}.weight"] = weight.float() + scale * (b.float() @ a.float())
+        # in double precision, so that the rounded weights are the same on every machine
+        weights[f"{module}.weight"] = weight.double() + scale * (b.double() @ a.double())
     dest.mkdir(parents=True)
     for pattern in COPIED:
         for file in base.glob(pattern):

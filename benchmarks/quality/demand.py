@@ -13,10 +13,17 @@ MIN_BUCKET_REQUESTS = 16  # fewer say little; they join the bucket before
 
 
 def demand_profile(
-    outcomes: Sequence[Outcome], curves: Sequence[Curve], *, model: str, task: str, num_layers: int
+    outcomes: Sequence[Outcome],
+    curves: Sequence[Curve],
+    *,
+    model: str,
+    task: str,
+    num_layers: int,
+    gate: str = GATE,
 ) -> DemandProfile:
     """One anchor for each curve with a coverage grid that was measured.
 
+    gate: in words, where the outcomes are of requests for which the usual one means more
     Raises ValueError if none was.
     """
     anchors = []
@@ -35,7 +42,7 @@ def demand_profile(
         )
     if not anchors:
         raise ValueError("no curve with a grid of coverages was measured")
-    return DemandProfile(model=model, task=task, gate=GATE, anchors=tuple(anchors))
+    return DemandProfile(model=model, task=task, gate=gate, anchors=tuple(anchors))
 
 
 def _buckets(

@@ -123,6 +123,7 @@ SYNTHETIC = Suite(
 # --- English -------------------------------------------------------------------------------------
 
 NUM_FILLERS = (1, 2)
+MAX_TRIES = 1000  # of a context; one in a few has the wanted question where there can be any
 
 
 def _english(*contexts: str, name: str, hops: tuple[int, ...] = ()) -> MakeQuestion:
@@ -131,7 +132,7 @@ def _english(*contexts: str, name: str, hops: tuple[int, ...] = ()) -> MakeQuest
     def make(num_documents: int, seed: int, index: int) -> Question:
         rng = random.Random(f"{name} {num_documents} {seed} {index}")
         kind = contexts[index % len(contexts)]
-        while True:  # a context may have no question of so many hops
+        for _ in range(MAX_TRIES):  # a context may have no question of so many hops
             context = english_context(
                 kind,
                 rng,
@@ -147,6 +148,7 @@ def _english(*contexts: str, name: str, hops: tuple[int, ...] = ()) -> MakeQuest
             if own:
                 question = rng.choice(own)
                 return replace(question, question_id=f"{name}-d{num_documents}/{index}", task=name)
+        raise ValueError(f"{name} has no question over {num_documents} documents")
 
     return make
 

@@ -13,11 +13,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.quality.coverage_search import CoverageSearch
 from benchmarks.quality.coverage_sweep import CoverageSweep
 from benchmarks.quality.curves import Curve, Point
 from benchmarks.quality.decoding import greedy_answers
 from benchmarks.quality.outcomes import Outcome
 from benchmarks.quality.prompts import PromptForm, QuestionEncoder
+from benchmarks.quality.scoring import passes
 from benchmarks.quality.types import Question
 from benchmarks.walked_prefill import ChunkMemory, DeviceCache, stored_job
 from benchmarks.work import projection_share, prompt_share
@@ -28,7 +30,7 @@ from replicas.transformers_model import TransformersModel
 from replicas.vllm_args import anchor_ids
 
 TOKENS_TOGETHER = 40_000  # in caches that are decoded together: a few GiB
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @contextmanager
@@ -79,6 +81,40 @@ class WalkedAnswers:
     @torch.inference_mode()
     def outcomes(self, question: Question, curves: Sequence[Curve]) -> Iterator[Outcome]:
         """Every point of every curve."""
+        prompt, memory, job = self._stored(question)
+        variants: list[_Variant] = []
+        for curve in curves:
+            variants += self._variants(question, prompt, job, memory, curve)
+            if len(variants) * len(job.token_ids) >= TOKENS_TOGETHER:
+                yield from self._answered(question, prompt, job, variants)
+                variants = []
+        if variants:
+            yield from self._answered(question, prompt, job, variants)
+
+    @torch.inference_mode()
+    def searched(
+        self, question: Question, curves: Sequence[Curve], *, gate: float
+    ) -> Iterator[Outcome]:
+        """The points at which each curve's smallest sufficient coverage is looked for.
+
+        gate: the score, 0-1, that an answer needs to pass
+        """
+        prompt, memory, job = self._stored(question)
+        searches = [CoverageSearch(curve) for curve in curves]
+        sweeps = [self._sweep(question, job, memory, curve) for curve in curves]
+        while open_ := [pair for pair in zip(searches, sweeps, strict=True) if pair[0].point]:
+            variants = []
+            for search, sweep in open_:
+                assert search.point is not None
+                variants.append(self._variant(prompt, search.curve, search.point, sweep))
+            for (search, _), outcome in zip(
+                open_, self._answered(question, prompt, job, variants), strict=True
+            ):
+                search.saw(passed=passes(outcome.gold, gate))
+                yield outcome
+
+    def _stored(self, question: Question) -> tuple[Prompt, ChunkMemory, PrefillJob]:
+        """A question's prompt with all of its chunks in a memory of its own."""
         prompt = self._encoder.encode(question)
         memory = ChunkMemory(self._model.device)  # of this question: chunks seldom come again
         job = stored_job(
@@ -92,26 +128,27 @@ class WalkedAnswers:
         )
         if job.segments:
             memory.start([s.location.key for s in job.segments if s.location is not None])
-        variants: list[_Variant] = []
-        for curve in curves:
-            variants += self._variants(question, prompt, job, memory, curve)
-            if len(variants) * len(job.token_ids) >= TOKENS_TOGETHER:
-                yield from self._answered(question, prompt, job, variants)
-                variants = []
-        if variants:
-            yield from self._answered(question, prompt, job, variants)
+        return prompt, memory, job
+
+    def _sweep(
+        self, question: Question, job: PrefillJob, memory: ChunkMemory, curve: Curve
+    ) -> CoverageSweep:
+        seed = f"{self._seed}/{question.question_id}"
+        return CoverageSweep(self._model, memory, job, curve, seed=seed)
 
     def _variants(
         self, question: Question, prompt: Prompt, job: PrefillJob, memory: ChunkMemory, curve: Curve
     ) -> Iterator["_Variant"]:
-        lengths = [len(chunk) for chunk in prompt.chunks]
-        sweep = CoverageSweep(
-            self._model, memory, job, curve, seed=f"{self._seed}/{question.question_id}"
-        )
+        sweep = self._sweep(question, job, memory, curve)
         for point in curve.points():
-            point = replace(point, config=point.config.for_chunks(lengths))
-            cache = sweep.cache(point.config.coverage)
-            yield _Variant(curve, point, cache, sweep.entropy)
+            yield self._variant(prompt, curve, point, sweep)
+
+    def _variant(
+        self, prompt: Prompt, curve: Curve, point: Point, sweep: CoverageSweep
+    ) -> "_Variant":
+        lengths = [len(chunk) for chunk in prompt.chunks]
+        point = replace(point, config=point.config.for_chunks(lengths))
+        return _Variant(curve, point, sweep.cache(point.config.coverage), sweep.entropy)
 
     def _answered(
         self,
