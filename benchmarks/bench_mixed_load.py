@@ -1,6 +1,6 @@
 """Which plans does a running server make for short and long prompts, tight and loose objectives?
 
-Starts the server, stores the documents of some passage-retrieval questions, and sends all questions
+Starts the server, stores the documents of questions with known answers, and sends all questions
 over HTTP, in random order and at random times: each at two objectives, which are shares of what
 full prefill takes here. It does so once with stored KV in host memory and once for each
 --bandwidth-mb-s, an emulated slower link. A row of the table is one kind of request: what was
@@ -33,7 +33,7 @@ from deploy.models import resolve_model
 from deploy.server import running_server
 from deploy.settings import Settings, load_settings
 
-TASK = "pr"
+TASKS = {"english": "ref", "synthetic": "vt"}  # that tell good reuse from bad, by suite
 RIGHT = 0.5  # a score from which on an answer counts as right
 INGEST_BATCH = 4
 FULL_PREFILL = "full_prefill"
@@ -60,22 +60,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser("mixed-load", __doc__)
     parser.add_argument("--model", default="cachesmith-english", help="alias, folder or hub id")
     parser.add_argument("--config", type=Path, help="YAML file with the server's settings")
-    parser.add_argument("--documents", type=int, nargs="+", default=[4, 12], help="prompt sizes")
+    parser.add_argument(
+        "--task", help="of the suite; default: one that needs some coverage"
+    )
+    parser.add_argument("--documents", type=int, nargs="+", default=[6, 30], help="prompt sizes")
     parser.add_argument("--questions", type=int, default=8, help="of each size")
     parser.add_argument(
-        "--objectives", type=float, nargs="+", default=[0.35, 1.2], help="of full prefill's time"
+        "--objectives", type=float, nargs="+", default=[0.8, 2.0], help="of full prefill's time"
     )
     parser.add_argument(
         "--bandwidth-mb-s", type=float, nargs="*", default=[30.0], help="of emulated links"
     )
     parser.add_argument(
-        "--rate", type=float, default=0.7, help="requests in the time of one full prefill"
+        "--rate", type=float, default=0.5, help="requests in the time of one full prefill"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if min(*args.documents, args.questions) < 1 or args.rate <= 0:
         parser.error("--documents, --questions and --rate must be more than 0")
     suite = suite_of(resolve_model(args.model))
+    args.task = args.task or TASKS[suite.name]
     rows: list[dict[str, Any]] = []
     for bandwidth in (None, *args.bandwidth_mb_s):
         answers = _measure(args, suite, bandwidth)
@@ -111,7 +115,7 @@ def _settings(args: Any, tier: Path, bandwidth_mb_s: float | None) -> Settings:
 
 async def _load(args: Any, suite: Suite, client: "_Client") -> list[Answer]:
     sizes = {
-        size: list(suite.questions(TASK, size, args.seed, args.questions))
+        size: list(suite.questions(args.task, size, args.seed, args.questions))
         for size in args.documents
     }
     await client.store([d for own in sizes.values() for q in own for d in q.documents])

@@ -103,9 +103,14 @@ def compare(num_cases: int, *, seed: int) -> list[OracleResult]:
 def best_by_force(case: OracleCase, curves: DemandCurves) -> float:
     """The most expected passes within the budget; the cheapest floor's if nothing is within it."""
     best, cheapest = -1.0, (np.inf, 0.0)
+    saturated_ms: dict[tuple[Signal, int], float] = {}  # by rank depth
     for signal, w, p in _points(curves, case.cost.num_layers):
         chances = [_chances(case, curves, signal, w + p, r) for r in case.requests]
         ends = (case.band.floor, case.band.saturation)
+        high = np.full((1, len(case.requests)), ends[1])
+        high_ms = float(total_ms(case, signal, w, p, high)[0])
+        depth = (signal, w + p)
+        saturated_ms[depth] = min(high_ms, saturated_ms.get(depth, np.inf))
         inside = [r for r in curves.grid.tolist() if ends[0] < r < ends[1]]
         corners = [ends[0], *inside, ends[1]]
         for coverages, free in _combinations(corners, len(case.requests)):
@@ -123,7 +128,18 @@ def best_by_force(case: OracleCase, curves: DemandCurves) -> float:
             if free is not None:
                 reached = _raised(case, signal, w, p, reached, free)
             best = max(best, float(_passes(curves, chances, reached).max()))
+    exact_ms = _exact_ms(case)
+    if exact_ms <= min(case.budget_ms, max(saturated_ms.values())) or exact_ms <= cheapest[0]:
+        return float(len(case.requests))
     return best if best >= 0 else float(cheapest[1])
+
+
+def _exact_ms(case: OracleCase) -> float:
+    """Full prefill."""
+    cost, tokens = case.cost, [r.shape.num_tokens for r in case.requests]
+    layer = cost.layer_ms + sum(cost.row_ms * n + cost.pair_ms * n * n / 2 for n in tokens)
+    fixed = cost.fixed_ms + cost.request_ms * len(tokens)
+    return cost.scale * (fixed + cost.num_layers * layer)
 
 
 def _points(curves: DemandCurves, num_layers: int) -> Iterator[tuple[Signal, int, int]]:

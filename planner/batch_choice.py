@@ -175,7 +175,7 @@ class BatchChoice:
     def _projection(self) -> QueueProjection:
         """On the slowest replica's costs."""
         s, times = self._s, self._s.queue_times
-        return QueueProjection.best(
+        return QueueProjection.of(
             s.timely,
             slack_ms=s.queue.slack_ms,
             floor_ms=times.floor_ms,
@@ -283,6 +283,8 @@ class BatchChoice:
             c.curves,
             projection.queue,
             projection.column_of,
+            projection.other,
+            projection.other_column_of,
             projection.first_ms,
             1.0 - self._config.reserve,
             min(MAX_SEARCHED, max(MIN_SEARCHED, effort // (BUDGETS_TRIED * columns))),

@@ -151,7 +151,7 @@ class BatchTimes:
         compare = scale * cost.compare_ms
         stitch = cost.stitched_layer_ms(len(shapes)) + scale * cost.reuse_ms * float(cached.sum())
         self.fixed_ms = cost.batch_fixed_ms(len(shapes))
-        self._num_layers = cost.num_layers
+        self.num_layers = cost.num_layers
         self.reuses = cached > 0
         self.slopes = selected * cached  # of a Patch layer from coverage 0 to 1, [batch]
         self.filter_slopes = (selected + compare) * cached  # f, [batch]
@@ -190,6 +190,11 @@ class BatchTimes:
             probed = np.where(p > 1, last, -np.inf)
         return Ends(bare.layers, bare.start + always, probed, bare.loaded)
 
+    @property
+    def exact_ms(self) -> float:
+        """The time of full prefill, which waits for nothing."""
+        return self.fixed_ms + self.num_layers * self._warmup_ms
+
     def planned_ms(self, splits: Splits, chosen: int, coverages: Floats) -> float:
         """The whole of one plan, as `planner.timeline.total_ms` has it.
 
@@ -206,7 +211,7 @@ class BatchTimes:
 
     def bare_ends(self, splits: Splits) -> Ends:
         """At coverage 0, which needs no Probe."""
-        layers = self._num_layers - splits.warmup
+        layers = self.num_layers - splits.warmup
         start = np.multiply(splits.warmup, self._warmup_ms, dtype=np.float64)
         never = np.full(len(start), -np.inf)
         if not self.loads:

@@ -27,6 +27,7 @@ from planner.plan_search import (
     PlanCase,
     best_at,
     choose,
+    exact,
     floor_at,
     splits_of_interest,
 )
@@ -110,15 +111,12 @@ class BudgetPlanner:
         ordered = [requests[idx] for idx in order]
         case = self._case(ordered, budget_ms, cost, link)
         choice = choose(case)
-        (signal, w, p), coverages = case.candidates.points[choice.split], self._rounded(choice)
-        expected_ms = case.times.planned_ms(
-            case.candidates.splits, choice.split, np.array(coverages)
-        )
-        chances = case.chances(choice.split, choice.coverages).tolist()
-        enough = case.enough(choice.split).tolist()
+        (signal, w, p), coverages = case.point(choice), self._rounded(choice)
+        expected_ms = case.expected_ms(choice, np.array(coverages))
+        chances = case.chances(choice).tolist()
         plans: list[RequestPlan | None] = [None] * len(order)
-        members = zip(ordered, order, coverages, chances, enough, strict=True)
-        for request, idx, coverage, chance, most in members:
+        members = zip(ordered, order, coverages, chances, self._bands(case, choice), strict=True)
+        for request, idx, coverage, chance, band in members:
             plans[idx] = RequestPlan(
                 policy=request.policy,
                 signal=signal,
@@ -128,7 +126,7 @@ class BudgetPlanner:
                 expected_ms=expected_ms,
                 budget_ms=budget_ms,
                 deviation=self._config.deviation,
-                band=self._open_band(max(coverage, most)),
+                band=band,
                 target_ms=case.target_ms,
                 num_cached=request.shape.num_cached,
                 cost_scale=cost.scale,
@@ -151,7 +149,7 @@ class BudgetPlanner:
         _check(requests, 0.0)
         if any(request.config is not None for request in requests):
             return self._static_plan(requests, 0.0, cost, link).expected_ms
-        return float(self._case(requests, 0.0, cost, link).floor_ms.min())
+        return self._case(requests, 0.0, cost, link).least_ms
 
     def explain(
         self,
@@ -172,26 +170,29 @@ class BudgetPlanner:
         case = self._case(ordered, budget_ms, cost, link)
         chosen, groups = choose(case), case.candidates.group_of
         splits = splits_of_interest(case)
-        made = []
+        chosen_group = None if chosen.split is None else groups[chosen.split]
+        choices = [exact(case) if chosen.split is not None else chosen]
         for group in np.unique(groups[splits]):
-            is_chosen = bool(group == groups[chosen.split])
             own = splits[groups[splits] == group]
-            choice = chosen if is_chosen else best_at(case, own) or floor_at(case, own)
-            coverages = self._rounded(choice)
-            point = case.candidates.points[choice.split]
+            is_chosen = bool(group == chosen_group)
+            choices.append(chosen if is_chosen else best_at(case, own) or floor_at(case, own))
+        made = []
+        for choice in choices:
+            coverages, point = self._rounded(choice), case.point(choice)
             times = run_timeline(*_layers(ordered, coverages, point, cost, link))
+            ends_ms = case.ends_ms(choice)
             made.append(
                 PlanCandidate(
                     signal=point[0],
                     warmup_depth=point[1],
                     probe_len=point[2],
-                    floor_ms=float(case.floor_ms[choice.split]),
-                    saturation_ms=float(case.uniform_ms[-1, choice.split]),
+                    floor_ms=ends_ms[0],
+                    saturation_ms=ends_ms[1],
                     coverages=tuple(coverages[order.index(i)] for i in range(len(order))),
                     expected_ms=times.total_ms,
                     expected_passes=choice.passes,
                     stall_ms=times.stall_ms,
-                    is_chosen=is_chosen,
+                    is_chosen=choice is chosen,
                 )
             )
         made.sort(key=lambda c: (not c.is_chosen, -c.expected_passes, c.expected_ms))
@@ -199,9 +200,13 @@ class BudgetPlanner:
             plan=plan, target_ms=target_ms, rule=chosen.rule, candidates=tuple(made)
         )
 
-    def _open_band(self, most: float) -> tuple[float, float] | None:
-        """Where the engine may move the coverage to, when it knows the time that is left."""
-        return (self._config.band.floor, most) if self._config.resolve else None
+    def _bands(self, case: PlanCase, choice: Choice) -> list[tuple[float, float] | None]:
+        """Where the engine may move each coverage to, when it knows the time that is left."""
+        if choice.split is None or not self._config.resolve:
+            return [None] * len(choice.coverages)
+        floor = self._config.band.floor
+        most = np.maximum(case.enough(choice.split), choice.coverages).tolist()
+        return [(floor, max(floor, high)) for high in most]
 
     def _of_model(self, num_layers: int) -> PlanCandidates:
         if num_layers not in self._candidates:

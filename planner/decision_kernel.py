@@ -232,9 +232,7 @@ def _fill(
         column += 1
 
 
-@compiled(
-    "(b1[::1], f8[::1], f8[::1], f8[::1], f8[:,::1], f8[:,::1], f8[::1], f8[::1])",
-)
+@compiled("(b1[::1], f8[::1], f8[::1], f8[::1], f8[:,::1], f8[:,::1], f8[::1], f8)")
 def project(
     timely: Bools,
     slack_ms: Floats,
@@ -243,7 +241,7 @@ def project(
     segment_ms: Floats,
     segment_passes: Floats,
     others_ms: Floats,
-    shares: Floats,
+    share: float,
 ) -> tuple[Floats, Ints]:
     """As `decision_reference.project_ref`."""
     num = 0
@@ -253,45 +251,33 @@ def project(
     for i in range(len(others_ms)):
         free_ms[i + 1] = others_ms[i]
     slack, cost_ms = np.empty(num), np.empty(num)
-    shares_ms, nobody = np.empty(num), np.zeros(num, np.bool_)
-    best, best_column_of = np.empty((0, 0)), np.empty(0, np.int64)
-    most = -np.inf
-    for share in shares:
-        at = 0
-        for place in range(len(timely)):
-            if timely[place]:
-                slack[at] = slack_ms[place]
-                cost_ms[at] = floor_ms[place]
-                for k in range(len(segment_ms)):
-                    cost_ms[at] += share * segment_ms[k, place]
-                at += 1
-        kept = most_on_time(slack, cost_ms, free_ms)
-        count = 0
-        for is_kept in kept:
-            count += is_kept
-        queue = np.empty((SEGMENTS + 3 * len(segment_ms), count))
-        column_of = np.full(len(timely) + 1, -1)  # the last one is for −1
-        _fill(
-            queue,
-            column_of,
-            timely,
-            kept,
-            slack_ms,
-            floor_ms,
-            floor_passes,
-            segment_ms,
-            segment_passes,
-            others_ms,
-        )
-        is_last = count == num or share == shares[-1]
-        if is_last and most == -np.inf:
-            return queue, column_of
-        passes = _row_passes(queue, 0.0, nobody[:count], shares_ms[:count])
-        if passes >= most:
-            best, best_column_of, most = queue, column_of, passes
-        if is_last:
-            break
-    return best, best_column_of
+    at = 0
+    for place in range(len(timely)):
+        if timely[place]:
+            slack[at] = slack_ms[place]
+            cost_ms[at] = floor_ms[place]
+            for k in range(len(segment_ms)):
+                cost_ms[at] += share * segment_ms[k, place]
+            at += 1
+    kept = most_on_time(slack, cost_ms, free_ms)
+    count = 0
+    for is_kept in kept:
+        count += is_kept
+    queue = np.empty((SEGMENTS + 3 * len(segment_ms), count))
+    column_of = np.full(len(timely) + 1, -1)  # the last one is for −1
+    _fill(
+        queue,
+        column_of,
+        timely,
+        kept,
+        slack_ms,
+        floor_ms,
+        floor_passes,
+        segment_ms,
+        segment_passes,
+        others_ms,
+    )
+    return queue, column_of
 
 
 # --- the candidates ------------------------------------------------------------------------------
@@ -430,8 +416,23 @@ def _best(value: Floats, occupied_ms: Floats, parked: Bools, by_size: Ints, most
     return order
 
 
+@compiled("(f8[:,::1], b1[::1], f8[:,::1], b1[::1], f8, f8[::1])")
+def _better_passes(
+    queue: Floats,
+    gone: Bools,
+    other: Floats,
+    other_gone: Bools,
+    occupied_ms: float,
+    shares_ms: Floats,
+) -> float:
+    """Of one candidate, the more of two queues."""
+    passes = _row_passes(queue, occupied_ms, gone, shares_ms)
+    return max(passes, _row_passes(other, occupied_ms, other_gone, shares_ms))
+
+
 @compiled(
-    "(i8[:,::1], b1[::1], i8[::1], f8[:,::1], f8[:,:,::1], f8[:,::1], i8[::1], f8, f8, i8, b1, i8)"
+    "(i8[:,::1], b1[::1], i8[::1], f8[:,::1], f8[:,:,::1], f8[:,::1], i8[::1], f8[:,::1],"
+    " i8[::1], f8, f8, i8, b1, i8)"
 )
 def search(
     members: Ints,
@@ -441,6 +442,8 @@ def search(
     curves: Floats,
     queue: Floats,
     column_of: Ints,
+    other: Floats,
+    other_column_of: Ints,
     first_ms: float,
     usable: float,
     num_searched: int,
@@ -448,35 +451,40 @@ def search(
     num_offers: int,
 ) -> tuple[Ints, Floats, Floats]:
     """As `decision_reference.search_ref`."""
-    num, columns = len(members), queue.shape[1]
-    gone, shares_ms = np.zeros(columns, np.bool_), np.empty(columns)
+    num, columns, other_columns = len(members), queue.shape[1], other.shape[1]
+    gone, other_gone = np.zeros(columns, np.bool_), np.zeros(other_columns, np.bool_)
+    shares_ms = np.empty(max(columns, other_columns))
     value, ms, waits = np.empty(num), np.empty(num), np.empty(num)
     for c in range(num):
         _mark(gone, column_of, members[c], True)
+        _mark(other_gone, other_column_of, members[c], True)
         ms[c] = limits[c, 0]
-        waits[c] = _row_passes(queue, ms[c], gone, shares_ms)
+        waits[c] = _better_passes(queue, gone, other, other_gone, ms[c], shares_ms)
         value[c] = np.rint((limits[c, 1] + waits[c]) * ROUNDED)
         if try_longest:
             most_ms = limits[c, 3]
-            waiting = _row_passes(queue, most_ms, gone, shares_ms)
+            waiting = _better_passes(queue, gone, other, other_gone, most_ms, shares_ms)
             own = _curve_passes(curves[c], limits[c, 1], usable * most_ms)
             tried = np.rint((own + waiting) * ROUNDED)
             if tried >= value[c]:
                 value[c], ms[c], waits[c] = tried, most_ms, waiting
         _mark(gone, column_of, members[c], False)
+        _mark(other_gone, other_column_of, members[c], False)
     tries = np.empty(2 * NUM_BUDGETS)
     for c in _best(value, ms, parked, by_size, num_searched):
         _mark(gone, column_of, members[c], True)
+        _mark(other_gone, other_column_of, members[c], True)
         least_ms, most_ms = limits[c, 0], limits[c, 3]
         count = _row_breakpoints(queue, first_ms, gone, least_ms, most_ms, shares_ms)
         _budgets(shares_ms[:count], least_ms, most_ms, tries)
         for budget_ms in tries:  # rising: of equals, the longest
-            waiting = _row_passes(queue, budget_ms, gone, shares_ms)
+            waiting = _better_passes(queue, gone, other, other_gone, budget_ms, shares_ms)
             own = _curve_passes(curves[c], limits[c, 1], usable * budget_ms)
             tried = np.rint((own + waiting) * ROUNDED)
             if tried >= value[c]:
                 value[c], ms[c], waits[c] = tried, budget_ms, waiting
         _mark(gone, column_of, members[c], False)
+        _mark(other_gone, other_column_of, members[c], False)
     best = _best(value, ms, parked, by_size, num_offers)
     best_ms, best_waits = np.empty(len(best)), np.empty(len(best))
     for at in range(len(best)):

@@ -5,6 +5,7 @@ request's curve, S = W·K of a candidate's.
 """
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,12 +64,13 @@ def project_ref(
     segment_ms: Floats,
     segment_passes: Floats,
     others_ms: Floats,
-    shares: Floats,
+    share: float,
 ) -> tuple[Floats, Ints]:
-    """The better queue of those that the shares give, as a matrix; and the column of each request.
+    """The requests that can all be on time, as a matrix; and the column of each request.
 
     timely: [Q], those that may run; slack_ms, floor_ms, floor_passes: [Q], in order of deadline
-    segment_ms, segment_passes: [K, Q]; others_ms: sorted; shares: falling
+    segment_ms, segment_passes: [K, Q]; others_ms: sorted; share: of the way from the floor to the
+    saturation, that each of them takes
     returns: [SEGMENTS + 3 K, N]; [Q + 1], −1 for those without a column, the last one for −1
     """
     places = timely.nonzero()[0]
@@ -84,22 +86,11 @@ def project_ref(
             np.stack([start_ms, segment_ms, slopes], axis=1).reshape(-1, len(timely)),
         ]
     )
-    made: list[tuple[Floats, Ints]] = []
-    for share in shares:
-        cost_ms = floor_ms[places] + share * segment_ms[:, places].sum(axis=0)
-        kept = most_on_time_ref(slack_ms[places], cost_ms, np.append(0.0, others_ms))
-        column_of = np.full(len(timely) + 1, -1)
-        column_of[places[kept]] = np.arange(kept.sum())
-        made.append((queue[:, places[kept]], column_of))
-        if kept.all():
-            break
-    nobody, now = np.full((1, 1), -1), np.zeros(1)
-    # of equals, that of the smaller share
-
-    def passes(one: tuple[Floats, Ints]) -> float:
-        return float(queue_passes_ref(one[0], one[1], nobody, now)[0])
-
-    return max(reversed(made), key=passes)
+    cost_ms = floor_ms[places] + share * segment_ms[:, places].sum(axis=0)
+    kept = most_on_time_ref(slack_ms[places], cost_ms, np.append(0.0, others_ms))
+    column_of = np.full(len(timely) + 1, -1)
+    column_of[places[kept]] = np.arange(kept.sum())
+    return queue[:, places[kept]], column_of
 
 
 def queue_passes_ref(queue: Floats, column_of: Ints, members: Ints, occupied_ms: Floats) -> Floats:
@@ -203,6 +194,8 @@ def search_ref(
     curves: Floats,
     queue: Floats,
     column_of: Ints,
+    other: Floats,
+    other_column_of: Ints,
     first_ms: float,
     usable: float,
     num_searched: int,
@@ -211,16 +204,18 @@ def search_ref(
 ) -> tuple[Ints, Floats, Floats]:
     """The best candidates with how long they would take, and the passes of the queue meanwhile.
 
+    Of the two queues, the one that passes more counts; breakpoints are those of the first.
     Each is tried with its shortest budget, and its longest if `try_longest`; the best few
     (`num_searched`) with more between them.
     members, parked, by_size: [C, W], [C], [C], of those in `limits` and `curves`; of equals, the
     lower `by_size` is better
     returns: rows, occupied_ms and passes, [num_offers]
     """
+    queues = ((queue, column_of), (other, other_column_of))
     best: list[tuple[float, float, float]] = []  # value, ms and passes of the queue
     for c in range(len(members)):
         tries = limits[c, [0, 3]] if try_longest else limits[c, :1]
-        best.append(_best_of_tries(c, tries, members, limits, curves, queue, column_of, usable))
+        best.append(_best_of_tries(c, tries, members, limits, curves, queues, usable))
 
     def by_value(c: int) -> tuple[float, bool, int, float, int]:
         value, ms, _ = best[c]
@@ -229,7 +224,7 @@ def search_ref(
     for c in sorted(range(len(members)), key=by_value)[:num_searched]:
         points = breakpoints_ref(queue, column_of, members[[c]], first_ms)[0]
         tries = budgets_ref(points, limits[c, 0], limits[c, 3])
-        found = _best_of_tries(c, tries, members, limits, curves, queue, column_of, usable)
+        found = _best_of_tries(c, tries, members, limits, curves, queues, usable)
         if found[0] >= best[c][0]:
             best[c] = found
     offers = sorted(range(len(members)), key=by_value)[:num_offers]
@@ -256,13 +251,12 @@ def _best_of_tries(
     members: Ints,
     limits: Floats,
     curves: Floats,
-    queue: Floats,
-    column_of: Ints,
+    queues: Sequence[tuple[Floats, Ints]],
     usable: float,
 ) -> tuple[float, float, float]:
     """Of equals, the longest. tries_ms: rising"""
     rows = members[[c] * len(tries_ms)]
-    waiting = queue_passes_ref(queue, column_of, rows, tries_ms)
+    waiting = np.max([queue_passes_ref(*queue, rows, tries_ms) for queue in queues], axis=0)
     start_ms, length_ms, slopes = curves[c]
     used_ms = np.clip(usable * tries_ms[:, None] - start_ms, 0.0, length_ms)
     value = np.rint((limits[c, 1] + used_ms @ slopes + waiting) * ROUNDED)

@@ -18,7 +18,7 @@ those before it as long as (j + m)·x <= M, so x_i is the least M / (j + m) of i
 Requests that would be late anyway do not run. Which ones those are is decided once, by Moore's and
 Hodgson's rule (Management Science 15, 1968): in order of deadline, and whenever one would be late,
 the longest so far is left out. Two such queues are looked at, of all requests at the floor, and of
-fewer that get some of the time up to their saturation; the better one is projected.
+fewer that get some of the time up to their saturation; for each candidate the better one counts.
 
 The projection is never more optimistic than the same queue run event by event (`simulate_queue`):
 a request counts as on time only if every replica can be busy until its turn.
@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-QUEUE_SHARES = (0.3, 0.0)  # of the way from floor to saturation, in the two queues; falling
+QUEUE_SHARES = (0.0, 0.3)  # of the way from floor to saturation, in the two queues
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,18 @@ class QueueProjection:
 
     queue: a column for each request, [SEGMENTS + 3 · num_segments, num_columns], as the kernel
     reads it; column_of: of each place, [num_queued + 1], the last one for −1; −1 for none.
+    other, other_column_of: of the second queue, without a column if it is the same.
     first_ms: when the first of the other replicas is free.
     """
 
     queue: Floats
     column_of: Ints
+    other: Floats
+    other_column_of: Ints
     first_ms: float
 
     @classmethod
-    def best(
+    def of(
         cls,
         timely: Bools,
         *,
@@ -67,7 +70,7 @@ class QueueProjection:
         others_ms: Sequence[float],
         shares: Sequence[float] = QUEUE_SHARES,
     ) -> "QueueProjection":
-        """Of the requests that leave each other enough time, the better choice of them.
+        """Of the requests that leave each other enough time.
 
         timely: those that may run, [num_queued]; slack_ms, floor_ms, floor_passes: time left until
         each deadline, and a request's curve, in order of deadline, [num_queued]
@@ -79,21 +82,17 @@ class QueueProjection:
         from planner.decision_kernel import project
 
         free_ms = sorted([max(ms, 0.0) for ms in others_ms if isfinite(ms)])
-        queue, column_of = project(
-            timely,
-            slack_ms,
-            floor_ms,
-            floor_passes,
-            segment_ms,
-            segment_passes,
-            np.array(free_ms, dtype=np.float64),
-            np.array(shares),
-        )
-        return cls(queue, column_of, free_ms[0] if free_ms else np.inf)
+        given = (timely, slack_ms, floor_ms, floor_passes, segment_ms, segment_passes)
+        queues = [project(*given, np.array(free_ms, dtype=np.float64), share) for share in shares]
+        (queue, column_of), (other, other_column_of) = queues[0], queues[-1]
+        if other.shape == queue.shape and np.array_equal(column_of, other_column_of):
+            other, other_column_of = np.empty((len(queue), 0)), np.full_like(column_of, -1)
+        first_ms = free_ms[0] if free_ms else np.inf
+        return cls(queue, column_of, other, other_column_of, first_ms)
 
     @property
     def num_columns(self) -> int:
-        return int(self.queue.shape[1])
+        return int(self.queue.shape[1] + self.other.shape[1])
 
     def passes(self, members: Ints, occupied_ms: Floats) -> Floats:
         """Expected passes of the queue, for each candidate with its occupancy.
@@ -103,7 +102,10 @@ class QueueProjection:
         """
         from planner.decision_kernel import queue_passes
 
-        return queue_passes(self.queue, self.column_of, members, occupied_ms)
+        return np.maximum(
+            queue_passes(self.queue, self.column_of, members, occupied_ms),
+            queue_passes(self.other, self.other_column_of, members, occupied_ms),
+        )
 
 
 def simulate_queue(

@@ -94,10 +94,12 @@ def test_a_plan_keeps_its_budget_and_its_band(seed, reserve):
     case = random_case(random.Random(seed))
     plan = plan_case(case, case.budget_ms, reserve=reserve)
     assert plan.expected_ms == pytest.approx(timeline(case, plan).total_ms)
-    at_floor = all(r.coverage == case.band.floor for r in plan.requests)
-    assert at_floor or plan.expected_ms <= (1 - reserve) * case.budget_ms * (1 + 1e-9)
+    is_exact = plan.requests[0].warmup_depth == case.cost.num_layers
+    floor_ms = of_case(case).floor_ms(case.requests, case.cost, case.link)
+    assert plan.expected_ms == pytest.approx(floor_ms) or plan.expected_ms <= (1 - reserve) * case.budget_ms * (1 + 1e-9)
     for made in plan.requests:
-        assert case.band.floor <= made.coverage <= case.band.saturation + 1e-12
+        if not is_exact:
+            assert case.band.floor <= made.coverage <= case.band.saturation + 1e-12
         assert 0.0 <= made.pass_probability <= 1.0
         assert made.expected_ms == plan.expected_ms
     assert len({(r.signal, r.warmup_depth, r.probe_len) for r in plan.requests}) == 1
@@ -177,15 +179,34 @@ def test_a_slow_link_is_hidden_behind_warm_up_and_a_fast_one_leaves_probing():
     """Numbers of our own: 8,000 stored tokens, 4 KiB a token and layer, one rank depth of 14."""
     made = planner(anchor(Signal.KV_DEV, 14, STEEP))
     splits = {}
-    for gb_s in (1, 3, 6, 50):
+    for gb_s in (3, 6, 50):
         link = Link(bytes_per_ms=gb_s * 1e6, latency_ms=1.0)
         batch = [request(8000, token_bytes=4096)]
         budget_ms = 1.001 * made.floor_ms(batch, COST, link)
         (plan,) = made.plan(batch, budget_ms=budget_ms, cost=COST, link=link).requests
         splits[gb_s] = (plan.warmup_depth, plan.probe_len)
-    assert splits[1] == splits[3] == (13, 1)
+    assert splits[3] == (13, 1)
     assert splits[3][0] > splits[6][0] > splits[50][0]
     assert splits[50] == (1, 13)
+
+
+def test_full_prefill_runs_where_reuse_saves_nothing():
+    made = planner(anchor(Signal.KV_DEV, 4, FLAT), reserve=0.1)
+    dear = replace(COST, reuse_ms=0.01)  # stored KV costs more than a row through a layer
+    short = [request(300), request(200)]
+    for budget_ms in (0.0, 20.0, 1e4):
+        plan = made.plan(short, budget_ms=budget_ms, cost=dear)
+        for each in plan.requests:
+            assert (each.warmup_depth, each.probe_len, each.coverage) == (32, 0, 1.0)
+            assert each.band is None and each.pass_probability == 1.0
+        assert plan.expected_passes == 2.0
+        assert plan.expected_ms == made.floor_ms(short, dear)
+    slow = Link(bytes_per_ms=1e6)
+    far = [request(8000, token_bytes=4096)]
+    assert made.plan(far, budget_ms=1e4, cost=COST, link=slow).requests[0].warmup_depth == 32
+    assert made.plan(far, budget_ms=1e4, cost=COST).requests[0].warmup_depth < 32
+    explained = made.explain(far, budget_ms=1e4, cost=COST, link=slow)
+    assert explained.candidates[0].is_chosen and explained.candidates[0].stall_ms == 0.0
 
 
 def test_no_plan_has_less_warm_up_than_what_was_measured():
@@ -198,6 +219,8 @@ def test_no_plan_has_less_warm_up_than_what_was_measured():
     for budget_ms in np.linspace(1.0, 1.2, 30) * made.floor_ms([request()], COST):
         explained = made.explain([request()], budget_ms=budget_ms, cost=COST)
         for candidate in explained.candidates:
+            if candidate.rank_depth == COST.num_layers:  # full prefill
+                continue
             # halfway between two depths, as many as halfway between their WarmUps
             assert candidate.warmup_depth >= 2 + (candidate.rank_depth - 6) * 10 / 8
             seen.add(candidate.rank_depth)
@@ -218,7 +241,8 @@ def test_a_plan_for_a_slower_link_expects_less():
     passes = []
     for gb_s in (1, 2, 4, 8, 100):
         link = Link(bytes_per_ms=gb_s * 1e6)
-        passes.append(made.plan(batch, budget_ms=300.0, cost=COST, link=link).expected_passes)
+        plan = made.plan(batch, budget_ms=300.0, cost=COST, link=link)
+        passes.append(plan.expected_passes if plan.expected_ms <= 300.0 else 0.0)
     passes.append(made.plan(batch, budget_ms=300.0, cost=COST).expected_passes)
     assert passes == sorted(passes) and passes[0] < passes[-1]
 

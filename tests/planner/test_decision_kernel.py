@@ -27,7 +27,7 @@ def random_queue(rng, num):
         "segment_ms": segment_ms,
         "segment_passes": segment_ms * slopes,
         "others_ms": np.sort(np.maximum(rng.uniform(-200.0, 900.0, rng.integers(0, 9)), 0.0)),
-        "shares": np.array([0.3, 0.0]),
+        "share": 0.0,
     }
 
 
@@ -51,8 +51,11 @@ def test_the_kernels_are_their_references(seed):
     rng = np.random.default_rng(seed)
     num = int(rng.choice([1, 2, 5, 12, 40, 150]))
     queue = random_queue(rng, num)
-    projected = kernel.project(*queue.values())
-    close(projected, reference.project_ref(*queue.values()))
+    projected, other = (), ()
+    for share in (0.3, 0.0):
+        queue["share"] = share
+        projected, other = kernel.project(*queue.values()), projected
+        close(projected, reference.project_ref(*queue.values()))
 
     members = random_members(rng, num, int(rng.integers(1, 12)), int(rng.integers(1, 9)))
     occupied_ms = rng.uniform(0.0, 2_000.0, len(members))
@@ -86,6 +89,7 @@ def test_the_kernels_are_their_references(seed):
         limits,
         curves,
         *projected,
+        *other,
         float(queue["others_ms"][0]) if len(queue["others_ms"]) else np.inf,
         usable,
         int(rng.integers(1, 7)),

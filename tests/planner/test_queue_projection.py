@@ -27,7 +27,7 @@ def work(slack, floor, *, passes=0.5, segments=((100.0, 0.3), (200.0, 0.1))):
 
 def projection(queued, others, **shares):
     timely = np.ones(len(queued["slack_ms"]), bool)
-    return QueueProjection.best(timely, **queued, others_ms=others, **shares)
+    return QueueProjection.of(timely, **queued, others_ms=others, **shares)
 
 
 def schedule(queue, members, occupied_ms):
