@@ -156,19 +156,14 @@ class BatchChoice:
         return self._decision(places, plan, judged=tuple(judged for *_, judged in planned))
 
     def late(self) -> BatchDecision | None:
-        """The oldest requests that miss their deadlines anyway, at the floor."""
-        queue = self._s.queue
-        late = self._s.fits & ~self._s.timely
-        head = queue.oldest(late)
+        """The oldest request that misses its deadline anyway, at the floor.
+
+        It runs alone, so that whoever comes meanwhile and can be on time waits for no more.
+        """
+        head = self._s.queue.oldest(self._s.fits & ~self._s.timely)
         if head is None:
             return None
-        alike = (late & (queue.key == queue.key[head])).nonzero()[0]
-        limits = self._limits(head, parking=True)
-        alike = alike[queue.rows[alike].argsort()][: limits.max_requests]
-        totals = queue.tokens[alike].cumsum()
-        most = min(limits.max_tokens, limits.room_tokens)
-        places = alike[: max(1, int(totals.searchsorted(most, side="right")))].tolist()
-        return self._decision(places, self._plan(places, 0.0), judged=())
+        return self._decision([head], self._plan([head], 0.0), judged=())
 
     # --- candidates --------------------------------------------------------------------------
 

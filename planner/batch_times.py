@@ -195,19 +195,26 @@ class BatchTimes:
         """The time of full prefill, which waits for nothing."""
         return self.fixed_ms + self.num_layers * self._warmup_ms
 
-    def planned_ms(self, splits: Splits, chosen: int, coverages: Floats) -> float:
+    def planned_ms(self, splits: Splits, ends: Ends, chosen: int, coverages: Floats) -> float:
         """The whole of one plan, as `planner.timeline.total_ms` has it.
 
-        chosen: the index of its split; coverages: [batch], less than 1
+        ends: of all splits; chosen: the index of its split; coverages: [batch], less than 1
         """
-        split = splits.take(np.array([chosen]))
-        patch_ms = np.array([self.patch_ms(coverages)])
+        patch_ms = self.patch_ms(coverages)
         if not coverages.any():
-            return self.fixed_ms + float(self.bare_ends(split).total_ms(patch_ms, 0 * patch_ms)[0])
-        filter_ms = split.filters * (self.filter_slopes @ filtered_sum(split.probe[0], coverages))
-        projected_ms = split.projected(coverages) @ self.projected_slopes
-        total = self.ends(split).total_ms(patch_ms, filter_ms, projected_ms)
-        return self.fixed_ms + float(total[0])
+            bare = self.bare_ends(splits.take(np.array([chosen])))
+            return self.fixed_ms + float(bare.total_ms(np.array([patch_ms]), np.zeros(1))[0])
+        probe, filters = int(splits.probe[chosen]), float(splits.filters[chosen])
+        filter_ms = projected_ms = 0.0
+        if filters and probe > 1:
+            filter_ms = filters * float(self.filter_slopes @ filtered_sum(probe, coverages))
+            projected_ms = filters * float(self.projected_slopes @ coverages ** (1.0 - 1.0 / probe))
+        behind_ms = int(ends.layers[chosen]) * patch_ms
+        return self.fixed_ms + max(
+            float(ends.start[chosen]) + filter_ms + behind_ms,
+            float(ends.probed[chosen]) + projected_ms + behind_ms,
+            float(ends.loaded[chosen]) + patch_ms,
+        )
 
     def bare_ends(self, splits: Splits) -> Ends:
         """At coverage 0, which needs no Probe."""

@@ -42,6 +42,14 @@ def layer_budget_ms(time_left_ms: float, arrivals_ms: Sequence[float]) -> float:
     )
 
 
+def hidden_layer_ms(arrivals_ms: Sequence[float]) -> float:
+    """The longest that a layer may take so that only the last one ends after all KV is there."""
+    before = range(len(arrivals_ms) - 1)
+    return min(
+        ((arrivals_ms[-1] - arrivals_ms[idx]) / (len(before) - idx) for idx in before), default=0.0
+    )
+
+
 def resolve_coverages(
     demands: Sequence[PatchDemand],
     *,
@@ -54,12 +62,11 @@ def resolve_coverages(
     Less time than planned is taken from all requests, down to their floors; more of it goes to all
     of them, up to their saturations. Without scores they stand at the same place of the way. With
     scores, a token is worth its share of its request's score, and the tokens that are worth most
-    for their time are taken, whosever they are. A time under the floors' runs the floors.
+    for their time are taken, whosever they are. A time under the floors' runs the floors, and what
+    else can be computed while stored KV is waited for.
 
     arrivals_ms: when the stored KV of each layer that Patch is to run is there, from now
     """
-    fixed_ms = cost.batch_fixed_ms(len(demands))
-    budget_ms = layer_budget_ms(time_left_ms - fixed_ms, arrivals_ms)
     token_ms = [
         cost.scale * (cost.row_ms + cost.selected_pair_ms * d.num_keys / 2) for d in demands
     ]
@@ -74,6 +81,9 @@ def resolve_coverages(
             for token, r, d in zip(token_ms, coverages, demands, strict=True)
         )
 
+    budget_ms = layer_budget_ms(time_left_ms - cost.batch_fixed_ms(len(demands)), arrivals_ms)
+    if budget_ms < layer_ms([d.floor for d in demands]):
+        budget_ms = max(budget_ms, hidden_layer_ms(arrivals_ms))
     planned = [min(d.saturation, max(d.floor, d.planned)) for d in demands]
     if layer_ms(planned) <= budget_ms:
         bounds = [(r, d.saturation) for r, d in zip(planned, demands, strict=True)]

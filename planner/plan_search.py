@@ -49,7 +49,7 @@ class PlanCase:
         """coverages: of the choice, rounded"""
         if choice.split is None:
             return self.times.exact_ms
-        return self.times.planned_ms(self.candidates.splits, choice.split, coverages)
+        return self.times.planned_ms(self.candidates.splits, self.ends, choice.split, coverages)
 
     def ends_ms(self, choice: "Choice") -> tuple[float, float]:
         """The time at the floor and at the saturation."""

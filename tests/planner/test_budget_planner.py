@@ -96,7 +96,9 @@ def test_a_plan_keeps_its_budget_and_its_band(seed, reserve):
     assert plan.expected_ms == pytest.approx(timeline(case, plan).total_ms)
     is_exact = plan.requests[0].warmup_depth == case.cost.num_layers
     floor_ms = of_case(case).floor_ms(case.requests, case.cost, case.link)
-    assert plan.expected_ms == pytest.approx(floor_ms) or plan.expected_ms <= (1 - reserve) * case.budget_ms * (1 + 1e-9)
+    assert plan.expected_ms == pytest.approx(floor_ms) or plan.expected_ms <= (
+        1 - reserve
+    ) * case.budget_ms * (1 + 1e-9)
     for made in plan.requests:
         if not is_exact:
             assert case.band.floor <= made.coverage <= case.band.saturation + 1e-12

@@ -150,7 +150,7 @@ def test_the_closed_form_is_the_recurrence(plan, layer_bytes, bytes_per_ms, late
     expected = total_ms(
         layer_times(**plan), arrivals_ms([layer_bytes] * (cost.num_layers - w), link)
     )
-    planned = times.planned_ms(splits, 0, coverages)
+    planned = times.planned_ms(splits, times.ends(splits), 0, coverages)
     assert planned == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
