@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from planner.cost_fit import fit_phases
-from planner.cost_model import CostModel, PrefillShape, Work, phase_works
+from planner.cost_model import CostModel, PrefillShape, Work, phase_works, prefill_work
 from planner.types import Signal
 from replicas.batch import SegmentKind
 from replicas.connector_types import RequestParams, ResultParams, SegmentSpan
@@ -48,6 +48,29 @@ async def measure_cost(engine: MeasuredEngine, *, num_layers: int) -> CostModel:
     """Time full prefills of three lengths and, with chunk reuse, a batch of short ones and a few
     coverages of two chunks, phase by phase."""
     return await _Calibration(engine, num_layers).run()
+
+
+async def at_present_speed(engine: MeasuredEngine, cost: CostModel) -> CostModel:
+    """A profile's cost, scaled by one full prefill: the machine is like the one that was measured,
+    and may be busier. It also spares the first request what first calls allocate.
+    """
+    rng = random.Random()
+    length = max(2, min(LONGEST_TOKENS, engine.max_model_len // 2) // 4)
+    params = RequestParams(warmup_depth=cost.num_layers, probe_len=0)
+    work = prefill_work(
+        [PrefillShape(num_cached=0, num_always=length)],
+        [1.0],
+        signal=Signal.KV_DEV,
+        warmup_depth=cost.num_layers,
+        probe_len=0,
+        num_layers=cost.num_layers,
+    )
+    runs = []
+    for _ in range(1 + REPEATS):
+        token_ids = [rng.randrange(engine.vocab_size) for _ in range(length)]
+        runs.append((await engine.prefill_ms(token_ids, params))[0])
+    expected_ms = cost.work_ms(work)
+    return cost.observed(expected_ms, min(runs[1:]), plan_scale=cost.scale, weight=1.0)
 
 
 class _Calibration:

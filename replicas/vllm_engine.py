@@ -25,7 +25,7 @@ from planner.types import (
     Ticket,
 )
 from replicas.batch import CoverageTerms, SegmentKind
-from replicas.calibration import measure_cost
+from replicas.calibration import at_present_speed, measure_cost
 from replicas.chunk_ingester import TIER, ChunkIngester, IngesterConfig, WantedChunk
 from replicas.config import EngineConfig
 from replicas.connector_types import RequestParams, ResultParams, SegmentSpan
@@ -129,9 +129,11 @@ class VllmEngine:
                 recompute_ms=self._recompute_ms,
             )
         costs = self._profiled_costs(fingerprint)
-        self._cost = CostTracker(
-            costs.cost if costs else await measure_cost(self, num_layers=self._num_layers)
-        )
+        if costs is not None:
+            cost = await at_present_speed(self, costs.cost)
+        else:
+            cost = await measure_cost(self, num_layers=self._num_layers)
+        self._cost = CostTracker(cost)
         if self._ingester is not None:
             self._ingesting = asyncio.create_task(self._ingester.run())
         return EngineInfo(

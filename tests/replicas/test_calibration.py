@@ -7,7 +7,7 @@ import pytest
 
 from planner.cost_model import CostModel, PrefillShape, phase_works
 from planner.types import PhaseSpan, PrefillTimings
-from replicas.calibration import BATCH_SIZE, measure_cost
+from replicas.calibration import BATCH_SIZE, at_present_speed, measure_cost
 from replicas.connector_types import ResultParams
 from replicas.interface import StoredChunk
 from tests.fakes.records import prefill_result
@@ -125,3 +125,17 @@ async def test_the_batch_is_measured_as_one():
     await measure_cost(Watched(), num_layers=NUM_LAYERS)
     batched = [entry for entry in seen if entry and entry[1] > 1]
     assert len(batched) % BATCH_SIZE == 0 and len(batched) > 0
+
+
+@pytest.mark.parametrize(("slower", "scale"), [(1.0, 1.0), (1.7, 1.7), (0.1, 0.25)])
+async def test_a_profiles_cost_takes_on_the_machines_present_speed(slower, scale):
+    """By a factor of four at the most: more is a mistake."""
+
+    class Slower(MadeUpEngine):
+        async def prefill_ms(self, token_ids, params):
+            ms, answer = await super().prefill_ms(token_ids, params)
+            return slower * ms, answer
+
+    cost = await at_present_speed(Slower(), TRUE)
+    assert cost.prices == TRUE.prices
+    assert cost.scale == pytest.approx(scale)
