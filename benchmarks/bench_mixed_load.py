@@ -60,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser("mixed-load", __doc__)
     parser.add_argument("--model", default="cachesmith-english", help="alias, folder or hub id")
     parser.add_argument("--config", type=Path, help="YAML file with the server's settings")
-    parser.add_argument(
-        "--task", help="of the suite; default: one that needs some coverage"
-    )
+    parser.add_argument("--task", help="of the suite; default: one that needs some coverage")
     parser.add_argument("--documents", type=int, nargs="+", default=[6, 30], help="prompt sizes")
     parser.add_argument("--questions", type=int, default=8, help="of each size")
     parser.add_argument(

@@ -266,8 +266,8 @@ class SchedulerService:
 
     def _give_up(self, refused: RefusedRequest) -> None:
         self._metrics.refused(refused.reason)
-        waiter = self._waiters.pop(refused.request_id)
-        if waiter.future.done():
+        waiter = self._waiters.pop(refused.request_id, None)
+        if waiter is None or waiter.future.done():
             return
         if refused.reason is RefusalReason.IMPOSSIBLE:
             refusal = Refusal(
@@ -313,12 +313,16 @@ class SchedulerService:
             return ""
         if self._config.policy.name != CACHESMITH:
             return f"the policy {self._config.policy.name} runs its configuration"
-        explained = self._planner.explain(
-            [plan_input(profile, state) for profile in decision.requests],
-            budget_ms=decision.plan.budget_ms,
-            cost=state.cost,
-            link=state.link,
-        )
+        try:
+            explained = self._planner.explain(
+                [plan_input(profile, state) for profile in decision.requests],
+                budget_ms=decision.plan.budget_ms,
+                cost=state.cost,
+                link=state.link,
+            )
+        except Exception:  # the batch is formed: its requests must not wait for this
+            log.exception("explaining_failed")
+            return ""
         judged = [batch.text() for batch in decision.judged]
         return "\n".join([*judged, explained.text()])
 
@@ -327,8 +331,8 @@ class SchedulerService:
         batch_id = next(self._batch_ids)
         members = zip(decision.requests, decision.queue_ms, decision.plan.requests, strict=True)
         for profile, queue_ms, plan in members:
-            waiter = self._waiters.pop(profile.request_id)
-            if waiter.future.done():  # cancelled in this very turn of the loop
+            waiter = self._waiters.pop(profile.request_id, None)
+            if waiter is None or waiter.future.done():  # cancelled in this very turn of the loop
                 continue
             self._leases.grant(
                 profile.request_id,

@@ -14,10 +14,12 @@ def find_profile(name_or_dir: str) -> Path | None:
 
     name_or_dir: as in the settings, before any folder is found for a name
     """
-    for path in (Path(name_or_dir).expanduser() / PROFILE_FILE, SHIPPED / f"{name_or_dir}.json"):
-        if path.is_file():
-            return path
-    return None
+    own = Path(name_or_dir).expanduser() / PROFILE_FILE
+    if own.is_file():
+        return own
+    is_name = name_or_dir == Path(name_or_dir).name and not Path(name_or_dir).exists()
+    shipped = SHIPPED / f"{name_or_dir}.json"
+    return shipped if is_name and shipped.is_file() else None
 
 
 def describe(profile: ServingProfile | None) -> str:

@@ -121,11 +121,12 @@ def _with_profile(settings: Settings, model_dir: Path, progress: Progress) -> Se
     from kv_tier.keys import model_fingerprint
 
     profile = profile_of(settings)
-    if profile is not None and settings.planner.profile:  # by hand: it may be a wrong one
+    if profile is not None:
         try:
             profile.check_model(model_fingerprint(model_dir))
         except ValueError as exc:
-            raise SettingsError(f"planner.profile: {exc}") from None
+            path = settings.planner.profile or find_profile(settings.model.name_or_dir)
+            raise SettingsError(f"planner.profile: {path}: {exc}") from None
     progress(describe(profile))
     found = settings.planner.profile or find_profile(settings.model.name_or_dir) or NO_PROFILE
     planner = settings.planner.model_copy(update={"profile": str(found)})

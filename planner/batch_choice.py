@@ -83,7 +83,8 @@ class Situation:
 
     others_ms: when the other replicas are free, from now.
     times: of the requests on the chosen replica; queue_times: on the slowest one.
-    timely: can be on time at the floor, on the chosen replica; fits: it can take it now.
+    timely: can be on time at the floor, on the chosen replica; hopeless: on none; fits: the chosen
+    one can take it now.
     at_home: its chunks are hot on the chosen replica's node, or nowhere; None: there is one node.
     forced: must be in the batch.
     """
@@ -97,6 +98,7 @@ class Situation:
     speed: float
     queue_times: Times
     timely: Bools
+    hopeless: Bools
     fits: Bools
     at_home: Bools | None
     forced: int | None
@@ -160,7 +162,7 @@ class BatchChoice:
 
         It runs alone, so that whoever comes meanwhile and can be on time waits for no more.
         """
-        head = self._s.queue.oldest(self._s.fits & ~self._s.timely)
+        head = self._s.queue.oldest(self._s.fits & self._s.hopeless)
         if head is None:
             return None
         return self._decision([head], self._plan([head], 0.0), judged=())

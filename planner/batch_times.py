@@ -161,7 +161,6 @@ class BatchTimes:
         self._warmup_ms = scale * cost.layer_ms + float(dense @ tokens)
         self._patch_ms = stitch + float(np.where(cached > 0, selected, dense) @ always)
         layer = scale * cost.layer_ms
-        self._stitch_ms = stitch
         self._read_ms = stitch - layer  # a layer's KV, of which little or nothing is walked
         self._question_ms = layer + float((2 * selected - row) @ always)  # sees all keys, not half
         self._compare_ms = compare * float(tokens.sum())  # the first layer of a filtering Probe

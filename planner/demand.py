@@ -70,7 +70,6 @@ class DemandCurves:
         }
         if Signal.AUTO not in self._curves and {Signal.KV_DEV, Signal.QCI} <= self._curves.keys():
             self._curves[Signal.AUTO] = self._lower(Signal.KV_DEV, Signal.QCI)
-        self._envelopes: dict[tuple[Signal, int, int, float, float], tuple[Segment, ...]] = {}
 
     @property
     def signals(self) -> tuple[Signal, ...]:
@@ -138,16 +137,11 @@ class DemandCurves:
         """The concave envelope of F_d between two coverages; steeper segments come first.
 
         It starts on the curve at the floor, and ends where the curve stops to rise.
-        Kept after the first call: decisions take microseconds.
         """
-        key = (signal, depth, bucket, floor, saturation)
-        if key not in self._envelopes:
-            curve = self.curve(signal, depth, bucket)
-            inside = self._grid[(self._grid > floor) & (self._grid < saturation)]
-            coverages = np.array([floor, *inside, saturation])
-            chances = np.interp(coverages, self._grid, curve)
-            self._envelopes[key] = concave_envelope(coverages.tolist(), chances.tolist())
-        return self._envelopes[key]
+        inside = self._grid[(self._grid > floor) & (self._grid < saturation)]
+        coverages = np.array([floor, *inside, saturation])
+        chances = np.interp(coverages, self._grid, self.curve(signal, depth, bucket))
+        return concave_envelope(coverages.tolist(), chances.tolist())
 
     def _lower(self, one: Signal, other: Signal) -> dict[int, list[Floats]]:
         """By rank depth, from the depth on where both have been measured."""

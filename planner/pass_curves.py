@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from planner.cost_model import CostModel, PrefillShape
 from planner.recompute_planner import PlanInput, RecomputePlanner
-from planner.types import BatchPlan, RecomputeConfig
+from planner.timeline import Link, layer_times
+from planner.types import BatchPlan, RecomputeConfig, RequestPlan
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -32,6 +33,7 @@ STEPS_PER_OCTAVE = 32
 COVERAGE_STEPS = 64
 MAX_CELLS = 16_384
 AMPLE_MS = 1e12  # more than any prefill takes
+NO_LINK = Link(bytes_per_ms=1.0 / AMPLE_MS)  # too slow for any KV, at a byte per layer
 
 
 def planned_passes(plan: BatchPlan) -> float:
@@ -50,6 +52,8 @@ class RequestCurve:
 
     segments: (ms, passes) beyond the floor, the most passes per ms first.
     cold_ms: the floor's time where nothing is stored.
+    exact_ms: the time of full prefill; infinite if the planner does not turn to it where stored KV
+    takes too long to load.
     last_ms: the fixed time and the longest Patch layer; probed, loaded: token-layers of stored KV
     that have to be there by the end of the Probe, and by the last Patch layer.
     """
@@ -58,6 +62,7 @@ class RequestCurve:
     floor_passes: float
     segments: tuple[tuple[float, float], ...]
     cold_ms: float
+    exact_ms: float
     last_ms: float
     probed: float
     loaded: float
@@ -85,12 +90,15 @@ class Times:
     segment_ms: Floats
     segment_passes: Floats
 
-    def loading(self, pace: Pace, *, last_ms: Floats, probed: Floats, loaded: Floats) -> "Times":
+    def loading(
+        self, pace: Pace, *, exact_ms: Floats, last_ms: Floats, probed: Floats, loaded: Floats
+    ) -> "Times":
         """With the waits for stored KV; as of `RequestCurve`, at this machine's speed.
 
         A prefill ends, by the terms of `batch_times`, no later than it would without waits, the
         Probe's KV loaded first; or, where that is later, one Patch layer after the last KV. Until
-        then more coverage costs nothing.
+        then more coverage costs nothing. Full prefill waits for nothing and passes for sure, so it
+        is the floor where it takes no longer.
         """
         latency_ms = pace.latency_ms * (loaded > 0.0)
         floor_ms = self.floor_ms + latency_ms + pace.token_ms * probed
@@ -99,7 +107,14 @@ class Times:
         paid_ms[1:] -= paid_ms[:-1].copy()
         paid_passes = self.segment_passes * (paid_ms / np.maximum(self.segment_ms, 1e-12))
         free_passes = (self.segment_passes - paid_passes).sum(axis=0)
-        return Times(floor_ms + free_ms, self.floor_passes + free_passes, paid_ms, paid_passes)
+        floor_ms, floor_passes = floor_ms + free_ms, self.floor_passes + free_passes
+        is_exact = exact_ms < floor_ms
+        return Times(
+            np.where(is_exact, exact_ms, floor_ms),
+            np.where(is_exact, 1.0, floor_passes),
+            np.where(is_exact, 0.0, paid_ms),
+            np.where(is_exact, 0.0, paid_passes),
+        )
 
 
 class CurveBook:
@@ -144,20 +159,24 @@ class CurveBook:
         if key not in self._cells:
             if len(self._cells) >= MAX_CELLS:
                 self._cells.clear()
-            self._cells[key] = (
-                self._measure(length, 1, policy, config),
-                self._measure(length, length - 1, policy, config),
+            exact_ms = self._exact_ms(length, policy, config)
+            cold, hot = (
+                self._measure(_input(length, num_cached, policy, config), exact_ms)
+                for num_cached in (1, length - 1)
             )
+            self._cells[key] = cold, hot
         return self._cells[key]
 
-    def _measure(
-        self, length: int, num_cached: int, policy: str, config: RecomputeConfig | None
-    ) -> RequestCurve:
-        shape = PrefillShape(num_cached=num_cached, num_always=length - num_cached)
-        request = [PlanInput(shape=shape, policy=policy, config=config, num_context_tokens=length)]
+    def _exact_ms(self, length: int, policy: str, config: RecomputeConfig | None) -> float:
+        """As of `RequestCurve`."""
+        asked = replace(_input(length, length - 1, policy, config), layer_bytes=1.0)
+        made = self._planner.plan([asked], budget_ms=0.0, cost=self.cost, link=NO_LINK)
+        is_exact = made.requests[0].warmup_depth == self.cost.num_layers
+        return made.expected_ms if is_exact else math.inf
 
+    def _measure(self, asked: PlanInput, exact_ms: float) -> RequestCurve:
         def plan(budget_ms: float) -> BatchPlan:
-            return self._planner.plan(request, budget_ms=budget_ms, cost=self.cost)
+            return self._planner.plan([asked], budget_ms=budget_ms, cost=self.cost)
 
         floor, most = plan(0.0), plan(AMPLE_MS)
         floor_ms, floor_passes = floor.expected_ms, self._passes(floor)
@@ -168,17 +187,37 @@ class CurveBook:
                 target_ms = floor_ms + sample * (most_ms - floor_ms)
                 made = plan(target_ms / (1.0 - self._reserve))
                 points.append((made.expected_ms - floor_ms, self._passes(made) - floor_passes))
-        plans = [made.requests[0] for made in (floor, most)]
-        behind = [self.cost.num_layers - made.warmup_depth for made in plans]
+        num_cached, num_layers = asked.shape.num_cached, self.cost.num_layers
+        plans = (*floor.requests, *most.requests)
+        reusing = [made for made in plans if made.warmup_depth < num_layers]
+        behind = max((num_layers - made.warmup_depth for made in reusing), default=0)
         return RequestCurve(
             floor_ms,
             floor_passes,
             _envelope(points),
             cold_ms=floor_ms,
-            last_ms=self.cost.fixed_ms + (most_ms - self.cost.fixed_ms) / max(1, min(behind)),
-            probed=num_cached * max(1, *(made.probe_len for made in plans)) * (max(behind) > 0),
-            loaded=num_cached * max(behind),
+            exact_ms=exact_ms,
+            last_ms=max((self._last_ms(asked, made) for made in reusing), default=0.0),
+            probed=num_cached * max((max(1, made.probe_len) for made in reusing), default=0),
+            loaded=num_cached * behind,
         )
+
+    def _last_ms(self, asked: PlanInput, made: RequestPlan) -> float:
+        """The fixed time and one Patch layer of a plan."""
+        times = layer_times(
+            [asked.shape],
+            [made.coverage],
+            signal=made.signal,
+            warmup_depth=made.warmup_depth,
+            probe_len=made.probe_len,
+            cost=self.cost,
+        )
+        return times.fixed_ms + times.patch_ms
+
+
+def _input(length: int, num_cached: int, policy: str, config: RecomputeConfig | None) -> PlanInput:
+    shape = PrefillShape(num_cached=num_cached, num_always=length - num_cached)
+    return PlanInput(shape=shape, policy=policy, config=config, num_context_tokens=length)
 
 
 def _length(step: int) -> int:
@@ -204,6 +243,9 @@ def _blend(
 
     cold_ms = mix(shorter[0].floor_ms, longer[0].floor_ms, above)
     hot_ms = mix(shorter[1].floor_ms, longer[1].floor_ms, above)
+    exact_ms = math.inf
+    if math.isfinite(shorter[1].exact_ms) and math.isfinite(longer[1].exact_ms):
+        exact_ms = mix(shorter[1].exact_ms, longer[1].exact_ms, above)
     long_rise = sum(ms for ms, _ in longer[1].segments)
     rise = mix(sum(ms for ms, _ in shorter[1].segments), long_rise, above)
     stretch = share * rise / long_rise if long_rise > 0.0 else 0.0
@@ -212,6 +254,7 @@ def _blend(
         floor_passes=mix(longer[0].floor_passes, longer[1].floor_passes, share),
         segments=tuple((stretch * ms, passes) for ms, passes in longer[1].segments),
         cold_ms=cold_ms,
+        exact_ms=exact_ms,
         last_ms=longer[1].last_ms,
         probed=share * longer[1].probed,
         loaded=share * longer[1].loaded,

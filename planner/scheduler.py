@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from planner.cost_model import CostModel, PrefillShape
-from planner.policies import FULL_PREFILL
+from planner.policies import FULL_PREFILL, STATIC_POLICIES
 from planner.recompute_planner import PlanInput, RecomputePlanner
 from planner.timeline import Link
 from planner.types import BatchPlan, RequestProfile
@@ -133,6 +133,13 @@ def request_shape(profile: RequestProfile, resident: Set[str]) -> PrefillShape:
 
 def plan_input(profile: RequestProfile, replica: ReplicaState) -> PlanInput:
     """The request as the planner sees it on this replica."""
+    if not is_reusing(profile):
+        return PlanInput(
+            shape=PrefillShape(num_cached=0, num_always=profile.num_prompt_tokens),
+            policy=profile.policy,
+            config=STATIC_POLICIES[FULL_PREFILL],
+            num_context_tokens=profile.num_context_tokens,
+        )
     shape = request_shape(profile, replica.resident)
     return PlanInput(
         shape=shape,

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from importlib import import_module
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.batch_choice import BatchChoice, CacheSmithConfig, Situation
-from planner.cost_model import PRICES, CostModel, Work
+from planner.cost_model import CostModel, Work
 from planner.pass_curves import CurveBook, Pace, PassesOf, planned_passes
 from planner.recompute_planner import RecomputePlanner
 from planner.scheduler import (
@@ -64,7 +64,8 @@ class CacheSmithScheduler:
         # one replica of each node, of the latest call: new requests are looked up in its chunks
         self._nodes: dict[str, ReplicaState] = {}
         self._node_numbers: dict[str, int] = {}
-        self._paces: dict[str, tuple[CostModel, Link | None, Pace]] = {}
+        # of each replica, behind what it was made of
+        self._paces: dict[str, tuple[CostModel, Link | None, float, Pace]] = {}
         self._met: list[Pace] = []  # of the latest call's replicas
         self._fastest = self._slowest = Pace()  # the best of all replicas in each, and the worst
         self._most_tokens: dict[str, int] = {}  # room seen at each replica, if it does not tell
@@ -85,6 +86,7 @@ class CacheSmithScheduler:
             raise ValueError(f"request {profile.request_id} is already waiting")
         if len(self._table) >= self._config.limits.max_waiting:
             raise QueueFullError(len(self._table), retry_after_s=1.0)
+        self._tidy()
         key = FULL_PREFILL_KEY
         if is_reusing(profile):
             key = self._keys.setdefault(phase_key(profile), len(self._keys) + 1)
@@ -92,10 +94,14 @@ class CacheSmithScheduler:
         row = self._table.add(
             profile, now_ms=self._time(now_ms), key=key, bucket=bucket, rounds=self._rounds
         )
-        if self._book is not None:
-            self._look_up_row(row)
-        else:
+        if self._book is None:
             self._unseen.append(profile.request_id)
+            return
+        try:
+            self._look_up_row(row)
+        except BaseException:  # what cannot be planned does not wait
+            self._table.remove(profile.request_id)
+            raise
 
     def cancel(self, request_id: str) -> bool:
         return self._table.remove(request_id) is not None
@@ -138,8 +144,7 @@ class CacheSmithScheduler:
         if not len(self._table) or not replicas:
             return None
         self._meet(replicas)
-        if self._table.compact():
-            self._next_lookup = 0
+        self._tidy()
         self._look_up()
         free = [r for r in replicas if r.is_free]
         if not free:
@@ -147,13 +152,16 @@ class CacheSmithScheduler:
         queue = self._table.queue(now_ms)
         can_be_timely = queue.slack_ms >= queue.times(self._fastest).floor_ms
         forced, free = self._overdue(queue, can_be_timely, free)
-        leader = self._leader(queue, can_be_timely, free) if forced is None and free else forced
-        if leader is None:
-            return None
-        chosen = self._best_replica(self._table.entry(queue.rows[leader]).profile, free)
-        situation = self._situation(queue, chosen, replicas, now_ms, forced)
-        choice = BatchChoice(self._config, self._planner, self._passes, self._table, situation)
-        decision = choice.timely() or choice.late()
+        decision = None
+        while free and decision is None:
+            leader = self._leader(queue, can_be_timely, free) if forced is None else forced
+            if leader is None:
+                return None
+            chosen = self._best_replica(self._table.entry(queue.rows[leader]).profile, free)
+            situation = self._situation(queue, chosen, replicas, can_be_timely, now_ms, forced)
+            choice = BatchChoice(self._config, self._planner, self._passes, self._table, situation)
+            decision = choice.timely() or choice.late()
+            free = [r for r in free if r is not chosen]
         if decision is not None:
             self._rounds += 1.0 / len(replicas)
             self._batches_since_late += 1
@@ -162,6 +170,16 @@ class CacheSmithScheduler:
             for profile in decision.requests:
                 self._table.remove(profile.request_id)
         return decision
+
+    def _tidy(self) -> None:
+        """Forget what belongs to requests that are gone."""
+        if self._table.compact():
+            self._next_lookup = 0
+        if not len(self._table):
+            self._keys.clear()
+            self._node_numbers.clear()
+        if len(self._unseen) > 2 * len(self._table) + 32:
+            self._unseen = deque(i for i in self._unseen if i in self._table)
 
     # --- what is known of the replicas -------------------------------------------------------
 
@@ -172,11 +190,20 @@ class CacheSmithScheduler:
         return self._now_ms
 
     def _meet(self, replicas: Sequence[ReplicaState]) -> None:
-        """Take over nodes, paces and capacities."""
-        if self._book is None or not any(
-            _prices(r.cost) == _prices(self._book.cost) for r in replicas
+        """Take over nodes, paces and capacities.
+
+        Curves are made anew for another model, or for other machines while nobody waits: until
+        then their paces have to do, as it takes a while.
+        """
+        first = min(replicas, key=lambda r: r.replica_id)
+        if (
+            self._book is None
+            or first.cost.num_layers != self._book.cost.num_layers
+            or (
+                not len(self._table)
+                and not any(r.cost.prices == self._book.cost.prices for r in replicas)
+            )
         ):
-            first = min(replicas, key=lambda r: r.replica_id)
             reference = replace(first.cost, scale=1.0)
             self._book = CurveBook(
                 self._planner, self._passes, reference, reserve=self._config.reserve
@@ -184,7 +211,7 @@ class CacheSmithScheduler:
             self._paces.clear()
             for row in self._table.live_rows():
                 self._set_curve(int(row), num_cached=None, homes=0)
-        if len(self._most_tokens) > 4096:
+        if len(self._most_tokens) + len(self._paces) > 4096 + 2 * len(replicas):
             self._most_tokens.clear()
             self._paces.clear()
         self._nodes = {_node(r): r for r in replicas}
@@ -192,7 +219,7 @@ class CacheSmithScheduler:
         if paces != self._met:
             self._met = paces
             self._fastest, self._slowest = _best_of(paces, min), _best_of(paces, max)
-        plain = reuse = 0
+        plain, reuse, _ = self._capacity  # one that was larger may come back
         told = True
         for r in replicas:
             most = r.max_kv_tokens
@@ -206,15 +233,17 @@ class CacheSmithScheduler:
 
     def _pace(self, r: ReplicaState) -> Pace:
         known = self._paces.get(r.replica_id)
-        if known is not None and known[0] is r.cost and known[1] is r.link:
-            return known[2]
+        if known is not None:
+            cost, link, token_bytes, pace = known
+            if cost is r.cost and link is r.link and token_bytes == r.kv_token_bytes:
+                return pace
         assert self._book is not None
         reference_ms = self._book.cost.work_ms(PROBE)
         pace = Pace(r.cost.work_ms(PROBE) / reference_ms if reference_ms > 0.0 else 1.0)
         if r.link is not None and r.kv_token_bytes:
             token_ms = r.kv_token_bytes / r.link.bytes_per_ms
             pace = Pace(pace.speed, token_ms, r.link.latency_ms)
-        self._paces[r.replica_id] = (r.cost, r.link, pace)
+        self._paces[r.replica_id] = (r.cost, r.link, r.kv_token_bytes, pace)
         return pace
 
     def _too_long(self, queue: WaitingQueue) -> Bools:
@@ -288,6 +317,7 @@ class CacheSmithScheduler:
         queue: WaitingQueue,
         chosen: ReplicaState,
         replicas: Sequence[ReplicaState],
+        can_be_timely: Bools,
         now_ms: float,
         forced: int | None,
     ) -> Situation:
@@ -299,16 +329,13 @@ class CacheSmithScheduler:
             queue=queue,
             chosen=chosen,
             now_ms=now_ms,
-            others_ms=[
-                0.0 if r.busy_until_ms is None else r.busy_until_ms - now_ms
-                for r in replicas
-                if r is not chosen
-            ],
+            others_ms=[_free_in_ms(r, now_ms) for r in replicas if r is not chosen],
             has_free_others=any(r.is_free for r in replicas if r is not chosen),
             times=times,
             speed=self._pace(chosen).speed,
             queue_times=queue.times(self._slowest),
             timely=(queue.slack_ms >= times.floor_ms) & ~self._too_long(queue),
+            hopeless=~can_be_timely,
             fits=_fits_now(queue, [chosen]),
             at_home=at_home,
             forced=forced,
@@ -356,7 +383,8 @@ class CacheSmithScheduler:
         def preference(r: ReplicaState) -> tuple[int, int, str]:
             node = _node(r)
             if node not in cached:
-                cached[node] = request_shape(profile, r.resident).num_cached
+                shape = request_shape(profile, r.resident)
+                cached[node] = shape.num_cached if is_reusing(profile) else 0
             return -cached[node], -r.free_kv_tokens, r.replica_id
 
         fitting = [r for r in free if profile.num_prompt_tokens <= room_tokens(profile, r)]
@@ -388,6 +416,8 @@ def _node(r: ReplicaState) -> str:
     return r.node_id or r.replica_id
 
 
-def _prices(cost: CostModel) -> tuple[float, ...]:
-    """What makes two machines differ in more than their speed."""
-    return tuple(getattr(cost, name) for name in PRICES)
+def _free_in_ms(r: ReplicaState, now_ms: float) -> float:
+    """Nobody knows when one without a free seat takes a batch."""
+    if r.busy_until_ms is not None:
+        return r.busy_until_ms - now_ms
+    return 0.0 if r.is_free else inf

@@ -267,7 +267,7 @@ class EngineInfo:
     parking_tokens: int = 0  # prompts that may be prefilled into host memory meanwhile
     tensor_parallel_size: int
     kv_token_bytes: float = 0.0  # stored KV of one token in one layer
-    cost_source: str = "measured at start"  # or the profile that the costs came from
+    cost_source: str = "measured at start"  # or "profile"
     reuse_refusal: str | None = None  # why chunk reuse is off for this model, if it is
 
 

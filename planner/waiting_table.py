@@ -16,8 +16,8 @@ FULL_PREFILL_KEY = 0  # of `WaitingQueue.key`
 LONGEST_MS = 1e9  # a deadline further away, or none, counts as this
 
 # columns: deadline_ms, longest_ms (no request ever has more slack), rounds, floor_ms,
-# floor_passes, cold_ms, last_ms, probed, loaded, and the segments' ms and passes
-NUM_FLOATS = 9
+# floor_passes, cold_ms, exact_ms, last_ms, probed, loaded, and the segments' ms and passes
+NUM_FLOATS = 10
 NUM_INTS = 4  # tokens, key, bucket, homes
 
 
@@ -59,13 +59,19 @@ class WaitingQueue:
     def times(self, pace: Pace) -> Times:
         """The requests' curves at home, on a machine of this pace."""
         if pace not in self._times:
-            _, _, _, floor_ms, passes, _, last_ms, probed, loaded = self.floats[:NUM_FLOATS]
+            columns = self.floats[:NUM_FLOATS]
+            _, _, _, floor_ms, passes, _, exact_ms, last_ms, probed, loaded = columns
             segment_ms, gains = self.floats[NUM_FLOATS:].reshape(2, NUM_SEGMENTS, len(self))
             speed = pace.speed
             times = Times(speed * floor_ms, passes, speed * segment_ms, gains)
             if pace.token_ms or pace.latency_ms:
-                last_ms = speed * last_ms
-                times = times.loading(pace, last_ms=last_ms, probed=probed, loaded=loaded)
+                times = times.loading(
+                    pace,
+                    exact_ms=speed * exact_ms,
+                    last_ms=speed * last_ms,
+                    probed=probed,
+                    loaded=loaded,
+                )
             self._times[pace] = times
         return self._times[pace]
 
@@ -150,6 +156,7 @@ class WaitingTable:
             curve.floor_ms,
             curve.floor_passes,
             curve.cold_ms,
+            curve.exact_ms,
             curve.last_ms,
             curve.probed,
             curve.loaded,

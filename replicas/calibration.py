@@ -1,8 +1,10 @@
 """A first cost model, measured on the engine itself when it starts: a few small prefills."""
 
 import asyncio
+import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from planner.cost_fit import fit_phases
@@ -20,7 +22,6 @@ BATCH_SIZE = 4  # of the shortest ones, together
 REUSES = {1 / 4: ((1, 0.2), (2, 0.2)), 1.0: ((1, 0.05), (2, 0.4))}
 SUFFIX_TOKENS = 16
 REPEATS = 2
-BATCH_ID = 1 << 40  # above all of the scheduler's
 
 
 class MeasuredEngine(Protocol):
@@ -78,6 +79,7 @@ class _Calibration:
         self._engine = engine
         self._num_layers = num_layers
         self._rng = random.Random()  # of its own: other prompts than any replica before
+        self._batch_ids = itertools.count(1)  # far below the scheduler's
         self._batches: list[list[tuple[Work, float]]] = []  # (work, ms) of each phase
 
     async def run(self) -> CostModel:
@@ -95,7 +97,6 @@ class _Calibration:
             params = RequestParams(
                 warmup_depth=self._num_layers,
                 probe_len=0,
-                batch_id=BATCH_ID,
                 batch_size=size,
                 wants_timeline=True,
             )
@@ -144,6 +145,7 @@ class _Calibration:
         )
         runs = []
         for _ in range(REPEATS):
+            params = replace(params, batch_id=next(self._batch_ids))
             ended = await asyncio.gather(*(self._engine.prefill_ms(p, params) for p in prompts))
             answer = ended[0][1]
             is_planned = (
