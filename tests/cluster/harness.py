@@ -103,7 +103,7 @@ def free_port() -> int:
 
 def fake_app(server: Server, *, num_replicas: int) -> Application:
     """Small queue, small batches, the fake engine."""
-    limits = FcfsConfig(max_waiting=6, max_batch_requests=4)
+    limits = FcfsConfig(max_waiting=8, max_batch_requests=4)
     scheduler = SchedulerConfig(policy=PolicyConfig(rules=CacheSmithConfig(limits=limits)))
     return cluster_app(
         ClusterConfig(

@@ -179,7 +179,7 @@ def test_metrics_move(server: Server):
 
 def test_a_full_queue_answers_429(server: Server):
     server.delays(prefill_ms=3000)
-    # two replicas with batches of up to 4, then 6 may wait
+    # two replicas with batches of up to 4, then 8 may wait
     with ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(lambda _: post(server, max_tokens=1), range(24)))
     codes = [answer.status_code for answer in answers]
