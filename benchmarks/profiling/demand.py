@@ -34,7 +34,7 @@ QCI_DEPTHS = (0.25, 0.5, 1.0)
 FILTER_LAYERS = 3  # Probe layers of `kv_dev` where at least as many are warmed up before them
 
 # numbers of documents, one bucket of context lengths each; and the tasks to try, in order: what
-# is told of passage retrieval (DESIGN), and what a model needs that is robust there
+# is told of passage retrieval in the paper, and what a model needs that is robust there
 SIZES = {"synthetic": (8, 16), "english": (6, 12)}
 TASKS = {"english": (("pr",), ("ref", "vt1"))}
 USUAL_TASKS = (("pr",),)
