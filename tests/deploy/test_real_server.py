@@ -565,8 +565,8 @@ def test_clients_that_leave_long_answers_free_their_blocks(server: RealServer):
     server.store(documents)
     before = server.num_requests("cancelled")
     streams = [server.events(documents, max_tokens=3000) for _ in range(8)]
-    for stream in streams:  # all of them have begun
-        wait_for_text(stream)
+    with ThreadPoolExecutor(len(streams)) as pool:  # one by one, the first might come to its end
+        list(pool.map(wait_for_text, streams))
     for stream in streams:
         stream.close()
     wait_until(server.is_at_rest, timeout_s=15, what="nothing runs any more")
