@@ -48,6 +48,7 @@ from planner import (
     layer_times,
     run_timeline,
 )
+from planner.cost_model import observed_ratio
 from planner.serving_profile import Phase, PhaseFit
 from replicas.cost_tracker import OBSERVATION_WEIGHT
 from replicas.vllm_engine import VllmEngine
@@ -277,8 +278,7 @@ def _following(compared: Sequence[Compared]) -> list[float]:
         for one in mine:
             actual_ms, expected_ms = one.runs[round_no].total_ms, one.predicted.total_ms
             errors.append(_error(scale * expected_ms, actual_ms))
-            target = min(4.0, max(0.25, actual_ms / expected_ms))
-            scale += OBSERVATION_WEIGHT * (target - scale)
+            scale += OBSERVATION_WEIGHT * (observed_ratio(expected_ms, actual_ms) - scale)
     return errors
 
 

@@ -135,7 +135,7 @@ def planner_config(planner: PlannerSection) -> BudgetPlannerConfig:
 
 def policy_config(settings: Settings) -> PolicyConfig:
     """The scheduling policy with its limits, and what it runs where it does not plan."""
-    planner, scheduler = settings.planner, settings.scheduler
+    planner, scheduler = planner_config(settings.planner), settings.scheduler
     static = STATIC_POLICIES[scheduler.static_config]
     return PolicyConfig(
         name=scheduler.policy,
@@ -153,9 +153,9 @@ def policy_config(settings: Settings) -> PolicyConfig:
             signal=static.signal,
             warmup_depth=static.warmup_depth,
             probe_len=static.probe_len,
-            deviation=Deviation(planner.deviation),
+            deviation=planner.deviation,
             resolve=planner.resolve,
-            band=BudgetBand(floor=planner.floor, saturation=planner.saturation),
+            band=planner.band,
             reserve=planner.reserve,
         ),
     )

@@ -322,10 +322,15 @@ class CostModel:
         """Follow the machine: move `scale` towards what would have made the plan right.
 
         plan_scale: the scale that `expected_ms` was made with; several plans may be on their way
-        while the scale moves. One observation counts for at most a factor of 4.
+        while the scale moves.
         weight: of this observation, 0-1; members of a batch share one.
         """
         if expected_ms <= 0 or actual_ms <= 0:
             return self
-        target = plan_scale * min(4.0, max(0.25, actual_ms / expected_ms))
+        target = plan_scale * observed_ratio(expected_ms, actual_ms)
         return replace(self, scale=(1 - weight) * self.scale + weight * target)
+
+
+def observed_ratio(expected_ms: float, actual_ms: float) -> float:
+    """By how much an expectation was off; one observation counts for a factor of 4 at the most."""
+    return min(4.0, max(0.25, actual_ms / expected_ms))

@@ -14,7 +14,7 @@ from planner.demand_profile import DemandProfile
 from planner.types import Signal
 
 Phase = Literal["warmup", "probe", "patch", "fixed"]
-Error = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
@@ -33,8 +33,8 @@ class MeasuredPhase(_Part):
     num_requests: Annotated[int, Field(ge=1)]
     num_cached: Annotated[int, Field(ge=0)]  # tokens of all requests with stored KV
     num_always: Annotated[int, Field(ge=0)]
-    measured_ms: Error
-    expected_ms: Error
+    measured_ms: NotNegative
+    expected_ms: NotNegative
 
 
 class PhaseFit(_Part):
@@ -42,8 +42,8 @@ class PhaseFit(_Part):
 
     phase: Phase
     num_samples: Annotated[int, Field(ge=1)]
-    median_error: Error
-    worst_error: Error
+    median_error: NotNegative
+    worst_error: NotNegative
 
 
 class CostProfile(_Part):
@@ -80,7 +80,7 @@ class ServingProfile(_Part):
     model: str
     fingerprint: Annotated[str, Field(min_length=1)]
     num_layers: Annotated[int, Field(ge=1)]
-    kv_token_bytes: Error = 0.0  # stored KV of one token in one layer; 0: unknown
+    kv_token_bytes: NotNegative = 0.0  # stored KV of one token in one layer; 0: unknown
     costs: CostProfile | None
     demand: DemandProfile | None
     demand_note: str = ""  # why there is none

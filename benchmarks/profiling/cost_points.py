@@ -21,7 +21,7 @@ BATCH_SIZES = (1, 1, 2, 4)
 ALWAYS_TOKENS = (8, 32, 32, 128, 300)
 
 Count = Annotated[int, Field(ge=0)]
-Milliseconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
 class _Part(BaseModel):
@@ -74,13 +74,13 @@ class PointTimes(_Part):
     load_ms: of the phases, reading and rotating stored KV
     """
 
-    warmup_ms: Milliseconds = 0.0
-    probe_ms: Milliseconds = 0.0
-    patch_ms: Milliseconds = 0.0
-    stall_ms: Milliseconds = 0.0
-    fixed_ms: Milliseconds = 0.0
-    load_ms: Milliseconds = 0.0
-    loaded_bytes: Milliseconds = 0.0
+    warmup_ms: NotNegative = 0.0
+    probe_ms: NotNegative = 0.0
+    patch_ms: NotNegative = 0.0
+    stall_ms: NotNegative = 0.0
+    fixed_ms: NotNegative = 0.0
+    load_ms: NotNegative = 0.0
+    loaded_bytes: NotNegative = 0.0
 
     @property
     def phases(self) -> dict[Phase, float]:

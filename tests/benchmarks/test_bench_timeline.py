@@ -6,21 +6,10 @@ import pytest
 
 from benchmarks.bench_timeline import compare, predict, random_plan, summary
 from benchmarks.profiling.cost_points import MeasuredPoint, PointTimes
-from planner import CostModel, EngineInfo, Link
+from planner import EngineInfo, Link
+from tests.fakes.costs import every_price
 
-COST = CostModel(
-    num_layers=12,
-    fixed_ms=40.0,
-    request_ms=5.0,
-    layer_ms=1.0,
-    member_ms=0.3,
-    filter_ms=4.0,
-    row_ms=0.02,
-    compare_ms=0.004,
-    pair_ms=1e-5,
-    selected_pair_ms=1.5e-5,
-    reuse_ms=0.002,
-)
+COST = every_price(12)
 INFO = EngineInfo(
     model="none",
     fingerprint="none",

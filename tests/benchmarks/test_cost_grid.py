@@ -15,22 +15,11 @@ from benchmarks.profiling.cost_grid import (
     merged,
 )
 from planner import CostModel, Signal
+from tests.fakes.costs import every_price
 
 NUM_LAYERS = 8
 MACHINE = {"device": "none", "num_threads": 1, "tensor_parallel_size": 1, "dtype": "float32"}
-TRUE = CostModel(
-    num_layers=NUM_LAYERS,
-    fixed_ms=40.0,
-    request_ms=5.0,
-    layer_ms=1.0,
-    member_ms=0.3,
-    filter_ms=4.0,
-    row_ms=0.02,
-    compare_ms=0.004,
-    pair_ms=1e-5,
-    selected_pair_ms=1.5e-5,
-    reuse_ms=0.002,
-)
+TRUE = every_price(NUM_LAYERS)
 
 
 def measured_by(cost: CostModel, point: GridPoint) -> MeasuredPoint:

@@ -6,23 +6,12 @@ from statistics import median
 import pytest
 
 from planner.cost_fit import fit_cost_model, fit_phases
-from planner.cost_model import CostModel, PrefillShape, Work, phase_works, prefill_work
+from planner.cost_model import PrefillShape, Work, phase_works, prefill_work
 from planner.types import Signal
+from tests.fakes.costs import every_price
 
 NUM_LAYERS = 12
-TRUE = CostModel(
-    num_layers=NUM_LAYERS,
-    fixed_ms=40.0,
-    request_ms=5.0,
-    layer_ms=1.0,
-    member_ms=0.3,
-    filter_ms=4.0,
-    row_ms=0.02,
-    compare_ms=0.004,
-    pair_ms=1e-5,
-    selected_pair_ms=1.5e-5,
-    reuse_ms=0.002,
-)
+TRUE = every_price(NUM_LAYERS)
 
 
 def random_plan(rng):
