@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 SMALL = {"kv_cache_memory_bytes": 7 << 19, "max_model_len": 1664}
 
 
-SLOW = {"load_bandwidth_mb_s": 4.0, "auto_rule": AutoRule(threshold=1.0)}
+SLOW = {"load_bandwidth_mb_s": 0.5, "auto_rule": AutoRule(threshold=1.0)}
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
