@@ -13,6 +13,7 @@ engine steps, the last token), and a little more for each request.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 
 from planner.types import Signal
 
@@ -300,8 +301,8 @@ class CostModel:
         )
 
     def work_ms(self, work: Work) -> float:
-        priced = zip(self.prices, work.counts, strict=True)
-        return self.scale * sum(price * count for price, count in priced)
+        ms: float = sum(map(mul, self.prices, work.counts))
+        return self.scale * ms
 
     @property
     def shared_ms(self) -> float:

@@ -26,6 +26,63 @@ ROUNDED = 1e6  # passes are compared by so many parts of one
 NUM_BUDGETS = 4  # evenly spaced, and as many breakpoints
 
 
+# --- the requests' times on a machine ---------------------------------------------------------
+
+
+@compiled(
+    "(f8[::1], f8[::1], f8[:,::1], f8[:,::1], f8[::1], f8[::1], f8[::1], f8[::1], f8[::1],"
+    " f8, f8, f8)"
+)
+def loaded_times(
+    floor_ms: Floats,
+    floor_passes: Floats,
+    segment_ms: Floats,
+    segment_passes: Floats,
+    exact_ms: Floats,
+    last_ms: Floats,
+    probed: Floats,
+    loaded: Floats,
+    deepest: Floats,
+    speed: float,
+    token_ms: float,
+    latency_ms: float,
+) -> Floats:
+    """As `decision_reference.loaded_times_ref`."""
+    num_segments = len(segment_ms)
+    times = np.empty((2 + 2 * num_segments, len(floor_ms)))
+    floors, passes = times[0], times[1]
+    lengths, gains = times[2 : 2 + num_segments], times[2 + num_segments :]
+    for i in range(len(floor_ms)):
+        exact = speed * exact_ms[i]
+        first = latency_ms if loaded[i] > 0.0 else 0.0
+        load = token_ms * loaded[i]
+        floor = speed * floor_ms[i] + first + token_ms * probed[i]
+        wait = max(first + load + speed * last_ms[i] - floor, 0.0)
+        deeper = exact - floor if deepest[i] > 0.0 else 0.0
+        gain = max(load + deeper, 1e-12)
+        share = min(wait / gain, deepest[i])
+        free = max(wait - share * gain, 0.0)
+        floor += wait - share * load
+        is_exact = exact <= floor
+        floors[i] = exact if is_exact else floor
+        passes[i] = 1.0 if is_exact else floor_passes[i]
+        start = 0.0  # of the segment, in what it takes without a link
+        for k in range(len(segment_ms)):
+            length = speed * segment_ms[k, i]
+            end = start + length
+            free_part = min(end, free) - min(start, free)
+            hidden_part = min(end, wait) - min(start, wait) - free_part
+            won = segment_passes[k, i] * (free_part / max(length, 1e-12))
+            if is_exact:
+                lengths[k, i] = gains[k, i] = 0.0
+            else:
+                lengths[k, i] = max(length - free_part - hidden_part * deeper / gain, 0.0)
+                gains[k, i] = max(segment_passes[k, i] - won, 0.0)
+                passes[i] += won
+            start = end
+    return times
+
+
 # --- the queue that is left waiting --------------------------------------------------------------
 
 

@@ -31,6 +31,59 @@ NEVER = -np.inf  # the breakpoint of a request that is late however short the oc
 ALWAYS = np.inf  # of one that is on time without the replica that is given away
 
 
+def loaded_times_ref(
+    floor_ms: Floats,
+    floor_passes: Floats,
+    segment_ms: Floats,
+    segment_passes: Floats,
+    exact_ms: Floats,
+    last_ms: Floats,
+    probed: Floats,
+    loaded: Floats,
+    deepest: Floats,
+    speed: float,
+    token_ms: float,
+    latency_ms: float,
+) -> Floats:
+    """Requests' curves on a machine with a link, as the columns of `pass_curves.Times`.
+
+    The curves are those of `pass_curves.RequestCurve`, [Q] and [K, Q]; the machine that of `Pace`.
+
+    A prefill ends when its work is done, or one Patch layer after the last stored KV has come,
+    whichever is later. Where that is the loading, a deeper WarmUp serves: with a share x of the
+    other layers in it there is x·(full prefill − floor) more to compute, and (1 − x) of the KV to
+    load. The floor is where both end together, or as deep as the planner goes; what the loading
+    hides even so costs nothing. From there on, time buys what it does without a link, and WarmUp
+    besides that is not needed any more. Full prefill waits for nothing and passes for sure, so it
+    is the floor where it takes no longer.
+    """
+    exact_ms, segment_ms = speed * exact_ms, speed * segment_ms
+    first_ms = latency_ms * (loaded > 0.0)
+    floor_ms = speed * floor_ms + first_ms + token_ms * probed
+    load_ms = token_ms * loaded
+    wait_ms = np.maximum(first_ms + load_ms + speed * last_ms - floor_ms, 0.0)
+    deeper_ms = np.where(deepest > 0.0, exact_ms, floor_ms) - floor_ms
+    gain_ms = np.maximum(load_ms + deeper_ms, 1e-12)
+    share = np.minimum(wait_ms / gain_ms, deepest)
+    free_ms = np.maximum(wait_ms - share * gain_ms, 0.0)
+    floor_ms = floor_ms + wait_ms - share * load_ms
+    free_ms, hidden_ms = (
+        np.diff(np.minimum(np.cumsum(segment_ms, axis=0), ms), axis=0, prepend=0.0)
+        for ms in (free_ms, wait_ms)
+    )
+    paid_ms = segment_ms - free_ms - (hidden_ms - free_ms) * deeper_ms / gain_ms
+    free_passes = segment_passes * (free_ms / np.maximum(segment_ms, 1e-12))
+    is_exact = exact_ms <= floor_ms
+    return np.vstack(
+        (
+            np.where(is_exact, exact_ms, floor_ms),
+            np.where(is_exact, 1.0, floor_passes + free_passes.sum(axis=0)),
+            np.where(is_exact, 0.0, np.maximum(paid_ms, 0.0)),
+            np.where(is_exact, 0.0, np.maximum(segment_passes - free_passes, 0.0)),
+        )
+    )
+
+
 def most_on_time_ref(slack_ms: Floats, cost_ms: Floats, free_ms: Floats) -> Bools:
     """Moore's and Hodgson's choice of requests that can all be on time, [N].
 

@@ -31,9 +31,11 @@ SAMPLES = (0.2, 0.55)  # between the floor's and the saturation's time
 NUM_SEGMENTS = len(SAMPLES) + 1
 STEPS_PER_OCTAVE = 32
 COVERAGE_STEPS = 64
-MAX_CELLS = 16_384
+SHARE_STEPS = 8
+SAFE = 1.001  # of a floor's time, for what is lost between lengths and shares
+MAX_CELLS = 32_768
 AMPLE_MS = 1e12  # more than any prefill takes
-NO_LINK = Link(bytes_per_ms=1.0 / AMPLE_MS)  # too slow for any KV, at a byte per layer
+LOADING = (2.0, 1.4, 1.0)  # times as long as full prefill takes: when to look for deep WarmUps
 
 
 def planned_passes(plan: BatchPlan) -> float:
@@ -50,22 +52,26 @@ def one_each(plan: BatchPlan) -> float:
 class RequestCurve:
     """Of one request alone, on the reference machine, its stored KV in host memory.
 
-    segments: (ms, passes) beyond the floor, the most passes per ms first.
+    segments: (ms, passes) beyond the floor, the most passes per ms first; rise_ms: all of them.
     cold_ms: the floor's time where nothing is stored.
     exact_ms: the time of full prefill; infinite if the planner does not turn to it where stored KV
     takes too long to load.
     last_ms: the fixed time and the longest Patch layer; probed, loaded: token-layers of stored KV
-    that have to be there by the end of the Probe, and by the last Patch layer.
+    that have to be there by the end of the floor's Probe, and by the last Patch layer.
+    deepest: of the layers behind the floor's WarmUp, the share that the planner adds to it at most
+    where stored KV takes long to load.
     """
 
     floor_ms: float
     floor_passes: float
     segments: tuple[tuple[float, float], ...]
+    rise_ms: float
     cold_ms: float
     exact_ms: float
     last_ms: float
     probed: float
     loaded: float
+    deepest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,38 +89,36 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Curves of many requests on one machine: [num_requests], segments [NUM_SEGMENTS, ...]."""
+    """Curves of many requests on one machine, as `decision_kernel.loaded_times` computes them.
 
-    floor_ms: Floats
-    floor_passes: Floats
-    segment_ms: Floats
-    segment_passes: Floats
+    columns: floor_ms, floor_passes, the segments' ms, and their passes, [2 + 2 · NUM_SEGMENTS, Q]
+    """
 
-    def loading(
-        self, pace: Pace, *, exact_ms: Floats, last_ms: Floats, probed: Floats, loaded: Floats
-    ) -> "Times":
-        """With the waits for stored KV; as of `RequestCurve`, at this machine's speed.
+    columns: Floats
 
-        A prefill ends, by the terms of `batch_times`, no later than it would without waits, the
-        Probe's KV loaded first; or, where that is later, one Patch layer after the last KV. Until
-        then more coverage costs nothing. Full prefill waits for nothing and passes for sure, so it
-        is the floor where it takes no longer.
-        """
-        latency_ms = pace.latency_ms * (loaded > 0.0)
-        floor_ms = self.floor_ms + latency_ms + pace.token_ms * probed
-        free_ms = np.maximum(latency_ms + pace.token_ms * loaded + last_ms - floor_ms, 0.0)
-        paid_ms = np.maximum(np.cumsum(self.segment_ms, axis=0) - free_ms, 0.0)
-        paid_ms[1:] -= paid_ms[:-1].copy()
-        paid_passes = self.segment_passes * (paid_ms / np.maximum(self.segment_ms, 1e-12))
-        free_passes = (self.segment_passes - paid_passes).sum(axis=0)
-        floor_ms, floor_passes = floor_ms + free_ms, self.floor_passes + free_passes
-        is_exact = exact_ms < floor_ms
-        return Times(
-            np.where(is_exact, exact_ms, floor_ms),
-            np.where(is_exact, 1.0, floor_passes),
-            np.where(is_exact, 0.0, paid_ms),
-            np.where(is_exact, 0.0, paid_passes),
-        )
+    @property
+    def floor_ms(self) -> Floats:
+        """[Q]"""
+        floors: Floats = self.columns[0]
+        return floors
+
+    @property
+    def floor_passes(self) -> Floats:
+        """[Q]"""
+        passes: Floats = self.columns[1]
+        return passes
+
+    @property
+    def segment_ms(self) -> Floats:
+        """[NUM_SEGMENTS, Q]"""
+        lengths: Floats = self.columns[2 : 2 + NUM_SEGMENTS]
+        return lengths
+
+    @property
+    def segment_passes(self) -> Floats:
+        """[NUM_SEGMENTS, Q]"""
+        gains: Floats = self.columns[2 + NUM_SEGMENTS :]
+        return gains
 
 
 class CurveBook:
@@ -130,7 +134,8 @@ class CurveBook:
         self._planner = planner
         self._passes = passes
         self._reserve = reserve
-        self._cells: dict[tuple[object, ...], tuple[RequestCurve, RequestCurve]] = {}
+        self._cells: dict[tuple[object, ...], RequestCurve] = {}
+        self._slow_links: dict[tuple[object, ...], tuple[float, int]] = {}
         self.cost = cost
 
     def curve(
@@ -144,37 +149,58 @@ class CurveBook:
         step = math.ceil(STEPS_PER_OCTAVE * math.log2(num_tokens) - 1e-9)
         shorter, longer = _length(step - 1), _length(step)
         above = 1.0 if longer <= shorter else (num_tokens - shorter) / (longer - shorter)
-        return _blend(
-            self._cell(shorter, policy, config),
-            self._cell(longer, policy, config),
-            above=above,
-            share=min(1.0, max(0, num_cached - 1) / max(1, num_tokens - 2)),
-        )
+        share = min(1.0, max(0, num_cached) / (num_tokens - 1))
+        at = math.ceil(share * SHARE_STEPS - 1e-9)
+        above_share = 1.0 - (at - share * SHARE_STEPS)
+        corners = [
+            (self._cell(length, each, policy, config), by_length * by_share)
+            for length, by_length in ((shorter, 1.0 - above), (longer, above))
+            for each, by_share in ((max(0, at - 1), 1.0 - above_share), (at, above_share))
+        ]
+        cold = [self._cell(length, 0, policy, config) for length in (shorter, longer)]
+        return _blend(corners, cold, above=above)
 
     def _cell(
-        self, length: int, policy: str, config: RecomputeConfig | None
-    ) -> tuple[RequestCurve, RequestCurve]:
-        """With nothing stored but a token, and with everything but one."""
-        key = (policy, config, length)
+        self, length: int, share: int, policy: str, config: RecomputeConfig | None
+    ) -> RequestCurve:
+        """share: of the prompt that is stored, in steps; all but one token at the most"""
+        key = (policy, config, length, share)
         if key not in self._cells:
             if len(self._cells) >= MAX_CELLS:
                 self._cells.clear()
-            exact_ms = self._exact_ms(length, policy, config)
-            cold, hot = (
-                self._measure(_input(length, num_cached, policy, config), exact_ms)
-                for num_cached in (1, length - 1)
+                self._slow_links.clear()
+            num_cached = round((length - 1) * share / SHARE_STEPS)
+            self._cells[key] = self._measure(
+                _input(length, num_cached, policy, config),
+                *self._slow_link(length, policy, config),
             )
-            self._cells[key] = cold, hot
         return self._cells[key]
 
-    def _exact_ms(self, length: int, policy: str, config: RecomputeConfig | None) -> float:
-        """As of `RequestCurve`."""
-        asked = replace(_input(length, length - 1, policy, config), layer_bytes=1.0)
-        made = self._planner.plan([asked], budget_ms=0.0, cost=self.cost, link=NO_LINK)
-        is_exact = made.requests[0].warmup_depth == self.cost.num_layers
-        return made.expected_ms if is_exact else math.inf
+    def _slow_link(
+        self, length: int, policy: str, config: RecomputeConfig | None
+    ) -> tuple[float, int]:
+        """`exact_ms` of `RequestCurve`, and the deepest WarmUp that falls short of full prefill."""
+        key = (policy, config, length)
+        if key not in self._slow_links:
+            asked = replace(_input(length, length - 1, policy, config), layer_bytes=1.0)
 
-    def _measure(self, asked: PlanInput, exact_ms: float) -> RequestCurve:
+            def floor(bytes_per_ms: float) -> BatchPlan:
+                link = Link(bytes_per_ms=bytes_per_ms)
+                return self._planner.plan([asked], budget_ms=0.0, cost=self.cost, link=link)
+
+            exact_ms, deepest = math.inf, 0
+            made, num_layers = floor(1.0 / AMPLE_MS), self.cost.num_layers
+            if made.requests[0].warmup_depth == num_layers:
+                exact_ms = made.expected_ms
+                for times in LOADING:
+                    w = floor(num_layers / (times * exact_ms)).requests[0].warmup_depth
+                    if w < num_layers:
+                        deepest = w
+                        break
+            self._slow_links[key] = exact_ms, deepest
+        return self._slow_links[key]
+
+    def _measure(self, asked: PlanInput, exact_ms: float, deepest: int) -> RequestCurve:
         def plan(budget_ms: float) -> BatchPlan:
             return self._planner.plan([asked], budget_ms=budget_ms, cost=self.cost)
 
@@ -190,16 +216,19 @@ class CurveBook:
         num_cached, num_layers = asked.shape.num_cached, self.cost.num_layers
         plans = (*floor.requests, *most.requests)
         reusing = [made for made in plans if made.warmup_depth < num_layers]
+        probes = [max(1, made.probe_len) for made in floor.requests if made in reusing]
         behind = max((num_layers - made.warmup_depth for made in reusing), default=0)
         return RequestCurve(
             floor_ms,
             floor_passes,
             _envelope(points),
+            rise_ms=max(0.0, points[1][0]),
             cold_ms=floor_ms,
             exact_ms=exact_ms,
             last_ms=max((self._last_ms(asked, made) for made in reusing), default=0.0),
-            probed=num_cached * max((max(1, made.probe_len) for made in reusing), default=0),
+            probed=num_cached * max(probes, default=0),
             loaded=num_cached * behind,
+            deepest=max(0, deepest - num_layers + behind) / behind if behind else 0.0,
         )
 
     def _last_ms(self, asked: PlanInput, made: RequestPlan) -> float:
@@ -225,39 +254,33 @@ def _length(step: int) -> int:
 
 
 def _blend(
-    shorter: tuple[RequestCurve, RequestCurve],
-    longer: tuple[RequestCurve, RequestCurve],
-    *,
-    above: float,
-    share: float,
+    corners: Sequence[tuple[RequestCurve, float]], cold: Sequence[RequestCurve], *, above: float
 ) -> RequestCurve:
-    """Between two lengths, each with nothing stored and with everything.
+    """Between two lengths and two shares of stored KV.
 
-    above: of the way from the shorter to the longer; share: of the prompt that is stored. Where
-    nothing is stored there is nothing to choose, so time for more coverage is that of the stored
-    share, in the steps of the longer prompt.
+    corners: with their weights, that of the longer prompt with more stored the last: what passes is
+    as there; cold: of both lengths with nothing stored; above: of the way between the two
     """
-
-    def mix(a: float, b: float, weight: float) -> float:
-        return (1.0 - weight) * a + weight * b
-
-    cold_ms = mix(shorter[0].floor_ms, longer[0].floor_ms, above)
-    hot_ms = mix(shorter[1].floor_ms, longer[1].floor_ms, above)
-    exact_ms = math.inf
-    if math.isfinite(shorter[1].exact_ms) and math.isfinite(longer[1].exact_ms):
-        exact_ms = mix(shorter[1].exact_ms, longer[1].exact_ms, above)
-    long_rise = sum(ms for ms, _ in longer[1].segments)
-    rise = mix(sum(ms for ms, _ in shorter[1].segments), long_rise, above)
-    stretch = share * rise / long_rise if long_rise > 0.0 else 0.0
+    floor_ms = rise_ms = probed = loaded = 0.0
+    for curve, weight in corners:
+        floor_ms += weight * curve.floor_ms
+        rise_ms += weight * curve.rise_ms
+        probed += weight * curve.probed
+        loaded += weight * curve.loaded
+    (shorter, _), (longer, _) = corners[1], corners[3]
+    exact_ms = (1.0 - above) * shorter.exact_ms if above < 1.0 else 0.0
+    stretch = rise_ms / longer.rise_ms if longer.rise_ms > 0.0 else 0.0
     return RequestCurve(
-        floor_ms=mix(cold_ms, hot_ms, share),
-        floor_passes=mix(longer[0].floor_passes, longer[1].floor_passes, share),
-        segments=tuple((stretch * ms, passes) for ms, passes in longer[1].segments),
-        cold_ms=cold_ms,
-        exact_ms=exact_ms,
-        last_ms=longer[1].last_ms,
-        probed=share * longer[1].probed,
-        loaded=share * longer[1].loaded,
+        floor_ms=SAFE * floor_ms,
+        floor_passes=longer.floor_passes,
+        segments=tuple([(stretch * ms, passes) for ms, passes in longer.segments]),
+        rise_ms=rise_ms,
+        cold_ms=(1.0 - above) * cold[0].floor_ms + above * cold[1].floor_ms,
+        exact_ms=exact_ms + above * longer.exact_ms,
+        last_ms=longer.last_ms,
+        probed=probed,
+        loaded=loaded,
+        deepest=longer.deepest,
     )
 
 

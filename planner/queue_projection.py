@@ -26,8 +26,7 @@ a request counts as on time only if every replica can be busy until its turn.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +66,7 @@ class QueueProjection:
         floor_passes: Floats,
         segment_ms: Floats,
         segment_passes: Floats,
-        others_ms: Sequence[float],
+        others_ms: Floats,
         shares: Sequence[float] = QUEUE_SHARES,
     ) -> "QueueProjection":
         """Of the requests that leave each other enough time.
@@ -76,19 +75,24 @@ class QueueProjection:
         each deadline, and a request's curve, in order of deadline, [num_queued]
         segment_ms, segment_passes: [num_segments, num_queued], what more time brings, the most
         passes per ms first
-        others_ms: when the other replicas are free, from now, 0 for those that are; one that is
-        not finite is never free
+        others_ms: when the other replicas are free, from now, in order, 0 for those that are
         """
         from planner.decision_kernel import project
 
-        free_ms = sorted([max(ms, 0.0) for ms in others_ms if isfinite(ms)])
         given = (timely, slack_ms, floor_ms, floor_passes, segment_ms, segment_passes)
-        queues = [project(*given, np.array(free_ms, dtype=np.float64), share) for share in shares]
+        queues = [project(*given, others_ms, share) for share in shares]
         (queue, column_of), (other, other_column_of) = queues[0], queues[-1]
         if other.shape == queue.shape and np.array_equal(column_of, other_column_of):
             other, other_column_of = np.empty((len(queue), 0)), np.full_like(column_of, -1)
-        first_ms = free_ms[0] if free_ms else np.inf
+        first_ms = float(others_ms[0]) if len(others_ms) else np.inf
         return cls(queue, column_of, other, other_column_of, first_ms)
+
+    def at(self, places: Ints) -> "QueueProjection":
+        """For places of another queue; places: where each of them is in this one."""
+        kept = np.append(places, len(self.column_of) - 1)
+        return replace(
+            self, column_of=self.column_of[kept], other_column_of=self.other_column_of[kept]
+        )
 
     @property
     def num_columns(self) -> int:

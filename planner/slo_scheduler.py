@@ -6,18 +6,20 @@ This file holds the queue and what is known of replicas and requests; the decisi
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from math import inf, isfinite
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.arrival_forecast import ArrivalForecast
 from planner.batch_choice import BatchChoice, CacheSmithConfig, Situation
 from planner.cost_model import CostModel, Work
 from planner.pass_curves import CurveBook, Pace, PassesOf, planned_passes
 from planner.recompute_planner import RecomputePlanner
+from planner.replica_table import ReplicaTable, node_of
 from planner.scheduler import (
     BatchDecision,
     QueueFullError,
@@ -59,17 +61,15 @@ class CacheSmithScheduler:
         self._planner = planner
         self._passes = passes
         self._table = WaitingTable()
+        self._forecast = ArrivalForecast()
         self._book: CurveBook | None = None
         self._keys: dict[tuple[object, ...], int] = {}
-        # one replica of each node, of the latest call: new requests are looked up in its chunks
-        self._nodes: dict[str, ReplicaState] = {}
+        self._replicas = ReplicaTable()
         self._node_numbers: dict[str, int] = {}
         # of each replica, behind what it was made of
         self._paces: dict[str, tuple[CostModel, Link | None, float, Pace]] = {}
-        self._met: list[Pace] = []  # of the latest call's replicas
-        self._fastest = self._slowest = Pace()  # the best of all replicas in each, and the worst
         self._most_tokens: dict[str, int] = {}  # room seen at each replica, if it does not tell
-        self._capacity: tuple[int, int, bool] = (0, 0, False)
+        self._capacity = (0, 0)
         self._rounds = 0.0
         self._batches_since_late = 0  # since an overdue request that is late was put into one
         self._next_lookup = 0
@@ -102,6 +102,7 @@ class CacheSmithScheduler:
         except BaseException:  # what cannot be planned does not wait
             self._table.remove(profile.request_id)
             raise
+        self._forecast.note(self._table.curve(row), now_ms=self._now_ms)
 
     def cancel(self, request_id: str) -> bool:
         return self._table.remove(request_id) is not None
@@ -116,7 +117,7 @@ class CacheSmithScheduler:
         if self._book is None or not len(self._table):
             return ()
         queue = self._table.queue(self._time(now_ms))
-        floor_ms = queue.times(self._fastest).floor_ms
+        floor_ms = queue.times(self._replicas.fastest).floor_ms
         impossible = self._too_long(queue)
         hopeless = (queue.slack_ms < floor_ms) & ~impossible
         refused = []
@@ -146,11 +147,11 @@ class CacheSmithScheduler:
         self._meet(replicas)
         self._tidy()
         self._look_up()
-        free = [r for r in replicas if r.is_free]
+        free = self._replicas.free()
         if not free:
             return None
         queue = self._table.queue(now_ms)
-        can_be_timely = queue.slack_ms >= queue.times(self._fastest).floor_ms
+        can_be_timely = queue.slack_ms >= queue.times(self._replicas.fastest).floor_ms
         forced, free = self._overdue(queue, can_be_timely, free)
         decision = None
         while free and decision is None:
@@ -195,41 +196,35 @@ class CacheSmithScheduler:
         Curves are made anew for another model, or for other machines while nobody waits: until
         then their paces have to do, as it takes a while.
         """
-        first = min(replicas, key=lambda r: r.replica_id)
-        if (
-            self._book is None
-            or first.cost.num_layers != self._book.cost.num_layers
-            or (
-                not len(self._table)
-                and not any(r.cost.prices == self._book.cost.prices for r in replicas)
-            )
-        ):
+        if self._book is None or self._machines_changed(replicas):
+            first = min(replicas, key=lambda r: r.replica_id)
             reference = replace(first.cost, scale=1.0)
             self._book = CurveBook(
                 self._planner, self._passes, reference, reserve=self._config.reserve
             )
             self._paces.clear()
+            self._replicas = ReplicaTable()
             for row in self._table.live_rows():
                 self._set_curve(int(row), num_cached=None, homes=0)
         if len(self._most_tokens) + len(self._paces) > 4096 + 2 * len(replicas):
             self._most_tokens.clear()
             self._paces.clear()
-        self._nodes = {_node(r): r for r in replicas}
-        paces = [self._pace(r) for r in replicas]
-        if paces != self._met:
-            self._met = paces
-            self._fastest, self._slowest = _best_of(paces, min), _best_of(paces, max)
-        plain, reuse, _ = self._capacity  # one that was larger may come back
-        told = True
-        for r in replicas:
+        plain, reuse = self._capacity  # one that was larger may come back
+        for r in self._replicas.take(replicas, self._pace):
             most = r.max_kv_tokens
             if most is None:
-                told = False
                 most = max(r.free_kv_tokens, self._most_tokens.get(r.replica_id, 0))
                 self._most_tokens[r.replica_id] = most
             plain = max(plain, most)
             reuse = max(reuse, most + r.parking_tokens)
-        self._capacity = (plain, reuse, told)
+        self._capacity = plain, reuse
+
+    def _machines_changed(self, replicas: Sequence[ReplicaState]) -> bool:
+        assert self._book is not None
+        known = self._book.cost
+        if replicas[0].cost.num_layers != known.num_layers:
+            return True
+        return not len(self._table) and all(r.cost.prices != known.prices for r in replicas)
 
     def _pace(self, r: ReplicaState) -> Pace:
         known = self._paces.get(r.replica_id)
@@ -248,10 +243,9 @@ class CacheSmithScheduler:
 
     def _too_long(self, queue: WaitingQueue) -> Bools:
         """Those that fit no replica, however empty."""
-        plain, reuse, told = self._capacity
-        if not told:
+        if not self._replicas.all_tell:
             return np.zeros(len(queue), np.bool_)
-        return ~_fits(queue, plain, reuse)
+        return ~_fits(queue, *self._capacity)
 
     # --- what is known of the requests -------------------------------------------------------
 
@@ -273,7 +267,7 @@ class CacheSmithScheduler:
         counts: dict[str, int] = {}
         if is_reusing(profile):
             chunks = [(c.chunk_id, c.num_tokens) for c in profile.chunks]
-            for node, r in self._nodes.items():
+            for node, r in self._replicas.nodes.items():
                 resident = r.resident
                 counts[node] = sum([num for chunk_id, num in chunks if chunk_id in resident])
         best = max(counts.values(), default=0)
@@ -322,23 +316,27 @@ class CacheSmithScheduler:
         forced: int | None,
     ) -> Situation:
         times = queue.times(self._pace(chosen))
+        others_ms = self._replicas.others_ms(chosen, now_ms=now_ms)
         at_home = None
-        if len(self._nodes) > 1:
-            at_home = (queue.homes == 0) | ((queue.homes & self._bit(_node(chosen))) != 0)
+        if len(self._replicas.nodes) > 1:
+            at_home = (queue.homes == 0) | ((queue.homes & self._bit(node_of(chosen))) != 0)
         return Situation(
             queue=queue,
             chosen=chosen,
             now_ms=now_ms,
-            others_ms=[_free_in_ms(r, now_ms) for r in replicas if r is not chosen],
-            has_free_others=any(r.is_free for r in replicas if r is not chosen),
+            others_ms=others_ms,
+            has_free_others=bool(len(others_ms)) and others_ms[0] == 0.0,
             times=times,
             speed=self._pace(chosen).speed,
-            queue_times=queue.times(self._slowest),
+            queue_times=queue.times(self._replicas.slowest),
             timely=(queue.slack_ms >= times.floor_ms) & ~self._too_long(queue),
             hopeless=~can_be_timely,
             fits=_fits_now(queue, [chosen]),
             at_home=at_home,
             forced=forced,
+            coming=self._forecast.coming(
+                self._config.num_coming, now_ms=now_ms, pace=self._replicas.slowest
+            ),
         )
 
     # --- which replica, which request first --------------------------------------------------
@@ -355,7 +353,7 @@ class CacheSmithScheduler:
             overdue &= can_be_timely
         if not overdue.any():
             return None, free
-        plain, reuse, _ = self._capacity
+        plain, reuse = self._capacity
         fits = _fits_now(queue, free)
         runs = queue.oldest(overdue & fits)
         waits_for_room = queue.oldest(overdue & _fits(queue, plain, reuse) & ~fits)
@@ -379,15 +377,17 @@ class CacheSmithScheduler:
     def _best_replica(self, profile: RequestProfile, free: Sequence[ReplicaState]) -> ReplicaState:
         """The one where most of the request's tokens are hot; then the emptiest."""
         cached: dict[str, int] = {}
+        reusing, num_tokens = is_reusing(profile), profile.num_prompt_tokens
 
         def preference(r: ReplicaState) -> tuple[int, int, str]:
-            node = _node(r)
+            node = node_of(r)
             if node not in cached:
-                shape = request_shape(profile, r.resident)
-                cached[node] = shape.num_cached if is_reusing(profile) else 0
+                cached[node] = request_shape(profile, r.resident).num_cached if reusing else 0
             return -cached[node], -r.free_kv_tokens, r.replica_id
 
-        fitting = [r for r in free if profile.num_prompt_tokens <= room_tokens(profile, r)]
+        fitting = [
+            r for r in free if num_tokens <= r.free_kv_tokens + (r.parking_tokens if reusing else 0)
+        ]
         return min(fitting, key=preference)
 
 
@@ -402,22 +402,3 @@ def _fits_now(queue: WaitingQueue, replicas: Sequence[ReplicaState]) -> Bools:
     """Which requests one of the replicas could take now."""
     plain = max(r.free_kv_tokens for r in replicas)
     return _fits(queue, plain, max(r.free_kv_tokens + r.parking_tokens for r in replicas))
-
-
-def _best_of(paces: Collection[Pace], best: Callable[..., float]) -> Pace:
-    return Pace(
-        best(pace.speed for pace in paces),
-        best(pace.token_ms for pace in paces),
-        best(pace.latency_ms for pace in paces),
-    )
-
-
-def _node(r: ReplicaState) -> str:
-    return r.node_id or r.replica_id
-
-
-def _free_in_ms(r: ReplicaState, now_ms: float) -> float:
-    """Nobody knows when one without a free seat takes a batch."""
-    if r.busy_until_ms is not None:
-        return r.busy_until_ms - now_ms
-    return 0.0 if r.is_free else inf

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planner.cost_model import CostModel, PrefillShape, layer_works
+from planner.cost_model import CostModel, PrefillShape, Work, layer_works
 from planner.types import PhaseSpan, Signal
 
 
@@ -194,7 +194,13 @@ def layer_times(
         warmup_ms=cost.work_ms(works.warmup),
         patch_ms=cost.work_ms(works.patch),
         fixed_ms=cost.work_ms(works.fixed),
-        probe_ms=tuple(cost.work_ms(work) for work in works.probe),
+        probe_ms=_prices(works.probe, cost),
         probe_first=num_layers - 1 if signal is Signal.QCI_FINAL else None,
-        alone_ms=tuple(cost.work_ms(work) for work in works.alone),
+        alone_ms=_prices(works.alone, cost),
     )
+
+
+def _prices(works: Sequence[Work], cost: CostModel) -> tuple[float, ...]:
+    """Layers of one signal often share their work."""
+    prices = {id(work): cost.work_ms(work) for work in {id(work): work for work in works}.values()}
+    return tuple([prices[id(work)] for work in works])

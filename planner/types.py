@@ -134,14 +134,14 @@ class RequestProfile:
     policy: str = "adaptive"
     config: RecomputeConfig | None = None  # set by every policy but `adaptive`
     wants_explanation: bool = False  # of the decision, with the ticket
+    num_context_tokens: int = field(init=False)
+    num_prompt_tokens: int = field(init=False)
 
-    @property
-    def num_context_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.num_prefix_tokens + self.num_context_tokens + self.num_suffix_tokens
+    def __post_init__(self) -> None:
+        num_context = sum([chunk.num_tokens for chunk in self.chunks])
+        num_prompt = self.num_prefix_tokens + num_context + self.num_suffix_tokens
+        object.__setattr__(self, "num_context_tokens", num_context)
+        object.__setattr__(self, "num_prompt_tokens", num_prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,11 @@ Bools = NDArray[np.bool_]
 FULL_PREFILL_KEY = 0  # of `WaitingQueue.key`
 LONGEST_MS = 1e9  # a deadline further away, or none, counts as this
 
-# columns: deadline_ms, longest_ms (no request ever has more slack), rounds, floor_ms,
-# floor_passes, cold_ms, exact_ms, last_ms, probed, loaded, and the segments' ms and passes
-NUM_FLOATS = 10
+# rows: deadline_ms, longest_ms (no request ever has more slack), rounds, floor_ms, floor_passes,
+# cold_ms, exact_ms, last_ms, probed, loaded, deepest, and the segments' ms and passes
+LONGEST_ROW = 1
+FIRST_SEGMENT = 11
+NUM_FLOATS = FIRST_SEGMENT + 2 * NUM_SEGMENTS
 NUM_INTS = 4  # tokens, key, bucket, homes
 
 
@@ -59,20 +61,7 @@ class WaitingQueue:
     def times(self, pace: Pace) -> Times:
         """The requests' curves at home, on a machine of this pace."""
         if pace not in self._times:
-            columns = self.floats[:NUM_FLOATS]
-            _, _, _, floor_ms, passes, _, exact_ms, last_ms, probed, loaded = columns
-            segment_ms, gains = self.floats[NUM_FLOATS:].reshape(2, NUM_SEGMENTS, len(self))
-            speed = pace.speed
-            times = Times(speed * floor_ms, passes, speed * segment_ms, gains)
-            if pace.token_ms or pace.latency_ms:
-                times = times.loading(
-                    pace,
-                    exact_ms=speed * exact_ms,
-                    last_ms=speed * last_ms,
-                    probed=probed,
-                    loaded=loaded,
-                )
-            self._times[pace] = times
+            self._times[pace] = times_of(self.floats, pace)
         return self._times[pace]
 
     def oldest(self, mask: Bools) -> int | None:
@@ -81,13 +70,38 @@ class WaitingQueue:
         return int(places[self.rows[places].argmin()]) if len(places) else None
 
 
+def times_of(curves: Floats, pace: Pace) -> Times:
+    """curves: columns of a table's requests, [NUM_FLOATS, num_requests], contiguous"""
+    from planner.decision_kernel import loaded_times
+
+    _, _, _, floor_ms, passes, _, exact_ms, last_ms, probed, loaded, deepest = curves[
+        :FIRST_SEGMENT
+    ]
+    segment_ms, gains = curves[FIRST_SEGMENT:].reshape(2, NUM_SEGMENTS, curves.shape[1])
+    columns = loaded_times(
+        floor_ms,
+        passes,
+        segment_ms,
+        gains,
+        exact_ms,
+        last_ms,
+        probed,
+        loaded,
+        deepest,
+        pace.speed,
+        pace.token_ms,
+        pace.latency_ms,
+    )
+    return Times(columns)
+
+
 class WaitingTable:
     """Rows in order of arrival. Removed rows stay until half of them are gone; then all move up."""
 
     def __init__(self) -> None:
         self._entries: list[Waiting | None] = []
         self._rows: dict[str, int] = {}
-        self._floats = np.zeros((NUM_FLOATS + 2 * NUM_SEGMENTS, 64))
+        self._floats = np.zeros((NUM_FLOATS, 64))
         self._ints = np.zeros((NUM_INTS, 64), np.int64)
         self._alive = np.zeros(64, np.bool_)
 
@@ -160,11 +174,16 @@ class WaitingTable:
             curve.last_ms,
             curve.probed,
             curve.loaded,
+            curve.deepest,
             *times,
             *padding,
             *gains,
             *padding,
         )
+
+    def curve(self, row: int) -> Floats:
+        """Its column, [NUM_FLOATS], which changes with the table."""
+        return self._floats[:, row]
 
     def remove(self, request_id: str) -> Waiting | None:
         row = self._rows.pop(request_id, None)

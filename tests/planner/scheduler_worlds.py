@@ -16,7 +16,7 @@ from planner import (
     SlackPlannerConfig,
     prefill_work,
 )
-from planner.timeline import arrivals_ms, layer_times, total_ms
+from planner.timeline import Link, arrivals_ms, layer_times, total_ms
 from planner.types import RequestPlan, Signal
 
 COST = CostModel(
@@ -152,6 +152,12 @@ def replica(name="r", **fields):
         "node_id": "node",
     }
     return ReplicaState(**{**defaults, **fields})
+
+
+def linked(name="r", *, ms_per_kilotoken, **fields):
+    """A replica to which the stored KV of 1,000 tokens, all layers, takes so long."""
+    link = Link(bytes_per_ms=COST.num_layers * 1e6 / ms_per_kilotoken, latency_ms=1.0)
+    return replica(name, link=link, kv_token_bytes=1e3, **fields)
 
 
 def slack_planner(reserve=0.0):

@@ -99,6 +99,33 @@ def test_the_kernels_are_their_references(seed):
     close(kernel.search(*given), reference.search_ref(*given))
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_loaded_times_are_their_reference(seed):
+    rng = np.random.default_rng(seed)
+    num = int(rng.choice([1, 3, 40]))
+    queue = random_queue(rng, num)
+    floor_ms, shown = queue["floor_ms"], rng.random(num) < 0.7
+    deepest = np.where(shown, rng.choice([0.0, 0.3, 1.0], num), 0.0)
+    given = [
+        floor_ms,
+        queue["floor_passes"],
+        queue["segment_ms"],
+        queue["segment_passes"],
+        np.where(shown, floor_ms * rng.uniform(0.9, 6.0, num), np.inf),
+        rng.uniform(0.0, 30.0, num),
+        rng.uniform(0.0, 5e3, num) * (rng.random(num) < 0.8),
+        rng.uniform(0.0, 3e5, num) * (rng.random(num) < 0.8),
+        deepest,
+        float(rng.choice([0.4, 1.0, 2.5])),
+        float(rng.choice([0.0, 1e-4, 1e-3, 1e-2])),
+        float(rng.choice([0.0, 3.0])),
+    ]
+    found = kernel.loaded_times(*given)
+    close([found], [reference.loaded_times_ref(*given)])
+    bare = kernel.loaded_times(*given[:-2], 0.0, 0.0)
+    assert (found[0] >= np.minimum(bare[0], given[4] * given[-3]) - 1e-9).all()
+
+
 def compare_curves(found, expected):
     """As functions: where segments are empty or equally steep their order is free."""
     assert found.shape == expected.shape

@@ -27,7 +27,8 @@ def work(slack, floor, *, passes=0.5, segments=((100.0, 0.3), (200.0, 0.1))):
 
 def projection(queued, others, **shares):
     timely = np.ones(len(queued["slack_ms"]), bool)
-    return QueueProjection.of(timely, **queued, others_ms=others, **shares)
+    others_ms = np.sort(np.array([ms for ms in others if np.isfinite(ms)], np.float64))
+    return QueueProjection.of(timely, **queued, others_ms=others_ms, **shares)
 
 
 def schedule(queue, members, occupied_ms):

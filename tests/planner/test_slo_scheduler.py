@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.batch_choice import CacheSmithConfig
-from planner.budget_planner import BudgetPlanner, BudgetPlannerConfig
 from planner.candidate_batches import BatchLimits, candidate_batches
-from planner.demand import DemandCurves, built_in_demand
-from planner.pass_curves import CurveBook, one_each, planned_passes
+from planner.pass_curves import one_each
 from planner.policies import FULL_PREFILL, STATIC_POLICIES
 from planner.recompute_planner import SlackPlannerConfig
 from planner.scheduler import (
@@ -32,11 +30,11 @@ from planner.scheduler_policies import (
     build_scheduler,
 )
 from planner.slo_scheduler import CacheSmithScheduler
-from planner.timeline import Link
 from planner.types import ChunkRef
 from tests.planner.scheduler_worlds import (
     COST,
     ConcavePlanner,
+    linked,
     profile,
     replica,
     run_to_the_end,
@@ -397,12 +395,6 @@ def test_impossible_rules_are_refused_by_name(bad):
 # --- stored KV that comes over a link ----------------------------------------------------------
 
 
-def linked(name="r", *, ms_per_kilotoken, **fields):
-    """A replica to which the stored KV of 1,000 tokens, all layers, takes so long."""
-    link = Link(bytes_per_ms=COST.num_layers * 1e6 / ms_per_kilotoken, latency_ms=1.0)
-    return replica(name, link=link, kv_token_bytes=1e3, **fields)
-
-
 def test_a_slow_link_makes_a_request_late_that_is_timely_over_a_fast_one():
     slo = floor_ms(3000) + 100.0
     refused = {}
@@ -434,42 +426,6 @@ def test_a_request_is_hopeless_only_if_it_is_on_every_replica():
     ]
     queue.next_batch([replace(states[0], free_seqs=0), states[1]], now_ms=0.0)
     assert list(queue.take_refused(now_ms=0.0)) == []
-
-
-@given(st.integers(0, 2**32))
-@settings(max_examples=25, deadline=None)
-def test_the_curves_with_a_link_are_never_below_the_timeline(seed):
-    """Floor and saturation of single requests, on machines of any speed."""
-    rng = random.Random(seed)
-    tokens, share = rng.choice([300, 1500, 6000]), rng.choice([0.3, 1.0])
-    hot = int(share * tokens)
-    chunks = (
-        ChunkRef(chunk_id="hot", num_tokens=hot),
-        ChunkRef(chunk_id="cold", num_tokens=tokens - hot),
-    )
-    asked = profile("q", chunks=chunks)
-    state = linked(
-        ms_per_kilotoken=rng.choice([1.0, 30.0, 300.0]),
-        cost=replace(COST, scale=rng.choice([0.3, 1.0, 3.0])),
-        resident=frozenset(["hot"]),
-    )
-    queue = queue_of(asked)
-    queue.submit(profile("other"), now_ms=0.0)
-    queue.next_batch([replace(state, free_kv_tokens=1)], now_ms=0.0)  # nothing fits; it has met it
-    waiting = queue._table.queue(0.0)
-    place = waiting.rows.tolist().index(0)
-    times = waiting.times(queue._pace(state))
-    request = [plan_input(asked, state)]
-    floor, most = (
-        PLANNER.plan(request, budget_ms=budget, cost=state.cost, link=state.link)
-        for budget in (0.0, 1e9)
-    )
-    assert times.floor_ms[place] >= floor.expected_ms * (1 - 1e-6)
-    whole_ms = times.floor_ms[place] + times.segment_ms[:, place].sum()
-    assert whole_ms >= most.expected_ms * (1 - 1e-3)
-    passes = times.floor_passes[place] + times.segment_passes[:, place].sum()
-    assert passes == pytest.approx(most.expected_passes)
-    assert times.floor_ms[place] <= 1.35 * floor.expected_ms  # and not far above
 
 
 def test_batches_over_a_link_meet_their_deadlines():
@@ -621,28 +577,6 @@ def test_candidates_are_prefixes_of_buckets_and_neighbours():
     assert all(batch[0] == 0 and len(batch) <= 4 for batch in forced) and (0,) in forced
 
 
-def test_curves_follow_the_planner():
-    book = CurveBook(PLANNER, planned_passes, COST, reserve=0.0)
-    for tokens, cached in ((650, 600), (3050, 3000), (3050, 1500), (7777, 7000)):
-        curve = book.curve(tokens, cached, policy="adaptive", config=None)
-        context = (
-            ChunkRef(chunk_id="hot", num_tokens=cached),
-            ChunkRef(chunk_id="cold", num_tokens=tokens - cached - 50),
-        )
-        request = [plan_input(profile("x", chunks=context), replica(resident=frozenset(["hot"])))]
-        floor = PLANNER.plan(request, budget_ms=0.0, cost=COST)
-        most = PLANNER.plan(request, budget_ms=1e9, cost=COST)
-        assert curve.floor_ms == pytest.approx(floor.expected_ms, rel=0.01)
-        rise = sum(ms for ms, _ in curve.segments)
-        assert rise == pytest.approx(most.expected_ms - floor.expected_ms, rel=0.03)
-        slopes = [gain / ms for ms, gain in curve.segments]
-        assert slopes == sorted(slopes, reverse=True)
-    assert PLANNER.num_plans > 0
-    before = PLANNER.num_plans
-    book.curve(3051, 3000, policy="adaptive", config=None)
-    assert PLANNER.num_plans == before  # of a length like an earlier one
-
-
 # --- policies by name --------------------------------------------------------------------------
 
 
@@ -690,76 +624,3 @@ def test_edf_runs_the_whole_queue_in_order_of_deadline():
         queue.submit(profile(f"q{i}", slo=slo), now_ms=0.0)
     _, decisions = run_to_the_end(queue, [replica()])
     assert [ids(d) for _, d in decisions] == [["q1"], ["q2"], ["q0"]]
-
-
-# --- full prefill instead of waiting for a link ------------------------------------------------
-
-QUICK = replace(COST, row_ms=0.0025, pair_ms=5e-7, selected_pair_ms=5e-7)
-BUDGETS = BudgetPlanner(BudgetPlannerConfig(), DemandCurves(built_in_demand(COST.num_layers)))
-
-
-def floor_over_link(asked, state, planner):
-    """(ms, passes) of the scheduler, which has met the replica and has no room for the request."""
-    queue = scheduler(planner=planner)
-    queue.submit(asked, now_ms=0.0)
-    assert queue.next_batch([replace(state, free_kv_tokens=1)], now_ms=0.0) is None
-    times = queue._table.queue(0.0).times(queue._pace(state))
-    return times.floor_ms[0], times.floor_passes[0]
-
-
-@pytest.mark.parametrize("ms_per_kilotoken", [120.0, 250.0, 1e5])
-def test_over_a_slow_link_a_request_is_on_time_with_full_prefill(ms_per_kilotoken):
-    asked = profile("q", tokens=4000, slo=700.0)
-    state = linked(ms_per_kilotoken=ms_per_kilotoken, cost=QUICK)
-    full = BUDGETS.plan([plan_input(asked, state)], budget_ms=700.0, cost=QUICK, link=state.link)
-    assert full.requests[0].warmup_depth == COST.num_layers
-    floor = floor_over_link(asked, state, BUDGETS)
-    assert floor == (pytest.approx(full.expected_ms, rel=1e-3), 1.0)
-
-    queue = scheduler(planner=BUDGETS, refuse_hopeless=True)
-    queue.submit(asked, now_ms=0.0)
-    queue.next_batch([replace(state, free_kv_tokens=1)], now_ms=0.0)
-    assert list(queue.take_refused(now_ms=0.0)) == []
-    decision = queue.next_batch([state], now_ms=0.0)
-    assert decision.judged  # as one that can be on time
-    assert decision.plan.expected_ms <= 700.0
-    assert decision.plan.expected_passes == 1.0
-
-
-def test_planners_that_never_turn_to_full_prefill_wait_for_the_link():
-    asked, state = profile("q", tokens=4000), linked(ms_per_kilotoken=1e4, cost=QUICK)
-    for planner in (ConcavePlanner(), slack_planner()):
-        ms, passes = floor_over_link(asked, state, planner)
-        assert ms > 4e4 * (1 - 1 / COST.num_layers)
-        assert passes <= 1.0
-
-
-@given(st.integers(0, 2**32))
-@settings(max_examples=50, deadline=None)
-def test_floors_over_a_link_are_about_what_the_planner_needs(seed):
-    rng = random.Random(seed)
-    tokens = int(2 ** rng.uniform(8.0, 13.0))
-    hot = int(rng.choice([0.3, 0.7, 1.0]) * tokens)
-    chunks = (
-        ChunkRef(chunk_id="hot", num_tokens=hot),
-        ChunkRef(chunk_id="cold", num_tokens=tokens - hot),
-    )
-    asked = profile("q", chunks=chunks)
-    state = linked(
-        ms_per_kilotoken=10 ** rng.uniform(-0.5, 4.5),
-        cost=replace(rng.choice([COST, QUICK]), scale=rng.choice([0.3, 1.0, 3.0])),
-        resident=frozenset(["hot"]),
-    )
-    least_ms = BUDGETS.plan(
-        [plan_input(asked, state)], budget_ms=0.0, cost=state.cost, link=state.link
-    ).expected_ms
-    ms, _ = floor_over_link(asked, state, BUDGETS)
-    assert 0.99 * least_ms <= ms <= 1.3 * least_ms
-
-
-def test_plans_of_full_prefill_have_no_last_patch_layer():
-    book = CurveBook(BUDGETS, planned_passes, COST, reserve=0.0)
-    whole = book.curve(3050, 3000, policy="adaptive", config=STATIC_POLICIES[FULL_PREFILL])
-    assert whole.last_ms == whole.loaded == whole.probed == 0.0
-    some = book.curve(3050, 3000, policy="adaptive", config=None)
-    assert 0.0 < some.last_ms - COST.fixed_ms < some.exact_ms / COST.num_layers
