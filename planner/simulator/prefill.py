@@ -1,0 +1,105 @@
+"""How a batch's prefill goes: the planner's timeline with a real link and a real machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from planner.cost_model import CostModel, PrefillShape
+from planner.coverage_resolver import PatchDemand, resolve_coverages
+from planner.timeline import LayerTimes, Link, arrivals_ms, layer_times, total_ms
+from planner.types import RequestPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRun:
+    """compute_ms: without the waits for stored KV; coverages: what the requests got"""
+
+    total_ms: float
+    stall_ms: float
+    coverages: tuple[float, ...]
+
+
+def run_prefill(
+    plans: Sequence[RequestPlan],
+    shapes: Sequence[PrefillShape],
+    *,
+    layer_bytes: float,
+    link: Link | None,
+    cost: CostModel,
+    slowness: float,
+) -> PrefillRun:
+    """The first tokens of the batch come at `total_ms`.
+
+    layer_bytes: of the batch's stored KV in one layer, as far as the link has to bring it
+    slowness: how much longer this batch computes than `cost` says
+
+    Coverages are solved again behind the Probe, where a plan leaves them open: by then the time
+    that WarmUp and Probe took is known, and how fast the link is. The engine does it behind WarmUp
+    too, which the one behind the Probe overrules.
+    """
+    first = plans[0]
+    coverages = [plan.coverage for plan in plans]
+    w = first.warmup_depth
+
+    def times_at(coverages: Sequence[float], probe_len: int) -> LayerTimes:
+        return layer_times(
+            shapes,
+            coverages,
+            signal=first.signal,
+            warmup_depth=w,
+            probe_len=probe_len,
+            cost=cost,
+        )
+
+    times = _slower(times_at(coverages, first.probe_len), slowness)
+    arrivals: list[float] = []
+    if link is not None and layer_bytes > 0.0:
+        arrivals = arrivals_ms([layer_bytes] * (cost.num_layers - w), link)
+    if w < cost.num_layers and any(plan.band is not None for plan in plans):
+        probed_ms = _probed_ms(times, arrivals)
+        solved = resolve_coverages(
+            [_demand(plan, shape) for plan, shape in zip(plans, shapes, strict=True)],
+            time_left_ms=first.target_ms - probed_ms,
+            arrivals_ms=[max(0.0, at - probed_ms) for at in arrivals]
+            or [0.0] * (cost.num_layers - w),
+            cost=cost,
+        )
+        if solved != coverages:
+            coverages = solved
+            patch_ms = slowness * times_at(coverages, 0).patch_ms  # whatever the Probe was
+            times = replace(times, patch_ms=patch_ms)
+    total = total_ms(times, arrivals)
+    stall = max(0.0, total - total_ms(times)) if arrivals else 0.0
+    return PrefillRun(total, stall, tuple(coverages))
+
+
+def _slower(times: LayerTimes, by: float) -> LayerTimes:
+    if by == 1.0:
+        return times
+    return replace(
+        times,
+        warmup_ms=by * times.warmup_ms,
+        patch_ms=by * times.patch_ms,
+        fixed_ms=by * times.fixed_ms,
+        probe_ms=tuple(by * ms for ms in times.probe_ms),
+        alone_ms=tuple(by * ms for ms in times.alone_ms),
+    )
+
+
+def _probed_ms(times: LayerTimes, arrivals: Sequence[float]) -> float:
+    """When the Probe is over. Only adaptive plans ask: their Probe begins behind WarmUp."""
+    now = times.warmup_depth * times.warmup_ms
+    for idx, ms in enumerate(times.probe_ms):
+        now = max(now, arrivals[idx] if arrivals else 0.0) + ms
+    return now
+
+
+def _demand(plan: RequestPlan, shape: PrefillShape) -> PatchDemand:
+    floor, saturation = plan.band or (plan.coverage, plan.coverage)
+    return PatchDemand(
+        num_cached=shape.num_cached,
+        num_always=shape.num_always,
+        num_keys=shape.num_tokens,
+        planned=plan.coverage,
+        floor=floor,
+        saturation=saturation,
+    )

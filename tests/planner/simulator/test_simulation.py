@@ -1,0 +1,188 @@
+"""Seeds, timelines, and what more hardware does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planner import Link, PrefillShape, RequestPlan, Signal, arrivals_ms, layer_times, run_timeline
+from planner.simulator import MACHINES
+from planner.simulator.prefill import run_prefill
+from tests.planner.simulator.scenarios import run, scenario, summary
+
+COST = MACHINES["qwen3-8b-h200"].cost
+SHAPES = [PrefillShape(num_cached=4_000, num_always=60), PrefillShape(num_cached=900, num_always=9)]
+
+
+def columns(simulation):
+    outcomes = simulation.outcomes
+    return [outcomes.ending, outcomes.ttft_ms, outcomes.passed, outcomes.coverage]
+
+
+@pytest.mark.parametrize("policy", ["cacheblend", "cachesmith"])
+def test_the_same_seed_gives_the_same_outcomes(policy):
+    settings = scenario({"replicas": 2, "faults": {"mtbf_s": 10.0}, "startup_s": 1.0})
+    one, other = (columns(run(settings, policy, seed=5)) for _ in range(2))
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+    different = columns(run(settings, policy, seed=6))
+    assert (one[1] != different[1]).any()
+
+
+def test_outcomes_do_not_hang_on_the_hashes_of_strings():
+    code = (
+        "from tests.planner.simulator.scenarios import *\n"
+        "settings = scenario({'replicas': 3, 'host_tokens': 60_000, 'redis_tokens': 90_000})\n"
+        "print(summary(run(settings, 'cachesmith')).model_dump_json())"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[3],
+            env={"PYTHONPATH": ".", "PYTHONHASHSEED": hash_seed, "PATH": ""},
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(found) == 1
+
+
+def test_policies_see_the_same_requests():
+    settings = scenario()
+    one, other = (run(settings, name) for name in ("full_reuse", "cachesmith"))
+    np.testing.assert_array_equal(one.outcomes.arrival_ms, other.outcomes.arrival_ms)
+    np.testing.assert_array_equal(one.outcomes.slo_ms, other.outcomes.slo_ms)
+
+
+def plans(coverage, *, signal=Signal.KV_DEV, w=2, p=3, band=None, target_ms=1e6):
+    return [
+        RequestPlan(
+            policy="adaptive",
+            signal=signal,
+            warmup_depth=w,
+            probe_len=p,
+            coverage=coverage,
+            expected_ms=0.0,
+            budget_ms=0.0,
+            band=band,
+            target_ms=target_ms,
+        )
+        for _ in SHAPES
+    ]
+
+
+@pytest.mark.parametrize("link", [None, Link(bytes_per_ms=6e6, latency_ms=0.5)])
+@pytest.mark.parametrize(
+    ("signal", "w", "p", "coverage"),
+    [
+        (Signal.KV_DEV, 2, 3, 0.2),
+        (Signal.QCI, 0, 36, 0.2),
+        (Signal.QCI_FINAL, 0, 0, 0.15),
+        (Signal.POSITION, 0, 0, 0.1),
+        (Signal.KV_DEV, 36, 0, 1.0),
+        (Signal.KV_DEV, 0, 0, 0.0),
+    ],
+)
+def test_a_batch_takes_what_the_planners_timeline_says(link, signal, w, p, coverage):
+    times = layer_times(
+        SHAPES, [coverage] * 2, signal=signal, warmup_depth=w, probe_len=p, cost=COST
+    )
+    layer_bytes = 4_900 * 4_096.0
+    arrivals = arrivals_ms([layer_bytes] * (36 - w), link) if link else []
+    expected = run_timeline(times, arrivals)
+    found = run_prefill(
+        plans(coverage, signal=signal, w=w, p=p),
+        SHAPES,
+        layer_bytes=layer_bytes,
+        link=link,
+        cost=COST,
+        slowness=1.0,
+    )
+    assert found.total_ms == pytest.approx(expected.total_ms)
+    # waits that a longer layer before them hides are none
+    assert found.stall_ms == pytest.approx(expected.stall_ms, abs=1e-6)
+
+
+def prefill(slowness, target_ms, link=None):
+    return run_prefill(
+        plans(0.2, band=(0.05, 0.5), target_ms=target_ms),
+        SHAPES,
+        layer_bytes=4_900 * 4_096.0 if link else 0.0,
+        link=link,
+        cost=COST,
+        slowness=slowness,
+    )
+
+
+def test_a_batch_that_is_late_gives_up_coverage_and_one_that_is_early_takes_more():
+    planned = run_prefill(
+        plans(0.2), SHAPES, layer_bytes=0.0, link=None, cost=COST, slowness=1.0
+    ).total_ms
+    on_time = prefill(1.0, planned)
+    assert on_time.coverages == pytest.approx((0.2, 0.2), abs=1e-3)
+    assert on_time.total_ms == pytest.approx(planned, rel=1e-3)
+    late, early = prefill(1.0, 0.8 * planned), prefill(1.0, 1.5 * planned)
+    assert max(late.coverages) < 0.2 < min(early.coverages)
+    assert late.total_ms == pytest.approx(0.8 * planned, rel=1e-3)
+    # behind a link that is too slow anyway it takes what the waiting hides
+    slow_link = prefill(1.0, planned, Link(bytes_per_ms=3e5))
+    assert max(slow_link.coverages) > 0.2 and slow_link.stall_ms > 0.0
+    floor = run_prefill(
+        plans(0.05),
+        SHAPES,
+        layer_bytes=4_900 * 4_096.0,
+        link=Link(bytes_per_ms=3e5),
+        cost=COST,
+        slowness=1.0,
+    )
+    assert slow_link.total_ms < 1.01 * floor.total_ms
+    assert prefill(1.3, planned).total_ms > planned  # the Patch is as slow as what came before
+
+
+def qsa(fleet, policy, **changes):
+    found = [
+        summary(run(scenario(fleet, num_requests=150, **changes), policy, seed=seed)).qsa
+        for seed in (1, 2)
+    ]
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("policy", ["cachesmith", "cacheblend"])
+def test_more_bandwidth_lowers_no_qsa(policy):
+    slow, middle, fast = (qsa({"link_gb_per_s": gb}, policy) for gb in (1.5, 6.0, 50.0))
+    noise = 0.04
+    assert slow <= middle + noise and middle <= fast + noise
+    assert slow < fast
+
+
+@pytest.mark.parametrize("policy", ["cachesmith", "cacheblend"])
+def test_more_replicas_lower_no_qsa(policy):
+    rate = {"rate_per_s": 8.0}
+    few, some, many = (qsa({"replicas": n}, policy, load=rate) for n in (1, 2, 4))
+    noise = 0.04
+    assert few <= some + noise and some <= many + noise
+    assert few < many
+
+
+def test_models_have_their_own_replicas_and_share_the_requests():
+    models = [
+        {"name": "small", "share": 3.0, "fleet": {"replicas": 2}},
+        {"name": "large", "machine": "qwen3-32b-2xh200", "share": 1.0},
+    ]
+    simulation = run(scenario(num_requests=200, models=models), "cachesmith")
+    found = summary(simulation)
+    assert found.answered == 200 and found.replica_seconds == pytest.approx(3 * found.length_s)
+    assert set(found.qsa_by) == {"model small", "model large"}
+    slos = np.unique(simulation.outcomes.slo_ms)
+    assert len(slos) == 2 and slos[1] > 2 * slos[0]
+    assert (simulation.outcomes.slo_ms == slos[0]).mean() == pytest.approx(0.75, abs=0.1)
+
+
+def test_a_mix_tells_its_tasks_apart():
+    found = summary(run(scenario(tasks="mix")))
+    assert set(found.qsa_by) == {"task pr", "task vt", "task mhqa"}
+    assert min(found.qsa_by.values()) <= found.qsa <= max(found.qsa_by.values())
