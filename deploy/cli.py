@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.profiling import command as profile
-from deploy import client, explain
+from deploy import client, explain, simulate
 from deploy.console import fail, say
 from deploy.models import ModelUnavailableError
 from deploy.settings import SettingsError, load_settings
@@ -30,6 +30,7 @@ examples:
   cachesmith trace --request ask.json              where one request's time goes, for Perfetto
   cachesmith explain --request ask.json            why its batch got its plan
   cachesmith profile --model DIR --out FILE        measure what the planner goes by
+  cachesmith simulate --config FILE                compare policies in simulated settings
   cachesmith bench prefill                         what reuse saves on this machine
 
 `cachesmith COMMAND --help` explains each command.
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     client.add_parsers(commands)
     explain.add_parser(commands)
     profile.add_parser(commands)
+    simulate.add_parser(commands)
 
     names = _benchmarks()
     bench = commands.add_parser(

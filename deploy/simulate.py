@@ -1,0 +1,268 @@
+"""`cachesmith simulate`: compare policies in simulated settings."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.console import fail, say
+from planner.simulator import (
+    BEST_STATIC,
+    Experiment,
+    Row,
+    Setting,
+    Summary,
+    assumptions,
+    compare,
+    own_best_static,
+    parse_experiment,
+    run_setting,
+    settings_of,
+)
+
+_EPILOG = """\
+An experiment file says who asks for what, what serves it, and which policies are compared
+(benchmarks/experiments has some). The scheduler and the planner are those of a server; time,
+machines, links and requests are simulated. So is every number that comes out.
+
+QSA is the share of requests that got their first token in time and enough coverage for their
+quality gate; `accuracy` the share of those answered that passed the gate; `SLO` the share of all
+that were in time; `stall` the share of prefill time spent waiting for stored KV.
+
+examples:
+  cachesmith simulate --config benchmarks/experiments/quick.yaml
+  cachesmith simulate --config benchmarks/experiments/settings_96.yaml --jobs 2 --out 96.json
+  cachesmith simulate --config benchmarks/experiments/bandwidth.yaml --plots plots/
+"""
+_COLUMNS = ("QSA", "accuracy", "SLO", "P50 ms", "P99 ms", "stall", "replica s", "refused", "late")
+_FIELDS = (
+    "qsa",
+    "accuracy",
+    "slo_attainment",
+    "p50_ttft_ms",
+    "p99_ttft_ms",
+    "stall_share",
+    "replica_seconds",
+    "refused",
+    "late",
+)
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "simulate",
+        help="compare policies in simulated settings",
+        description="Simulate a cluster under several policies and print what becomes of the "
+        "requests.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="experiment")
+    parser.add_argument("--seed", type=int, metavar="N", help="instead of the experiment's seeds")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="write all results")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw each axis (matplotlib)")
+    parser.add_argument("--quick", action="store_true", help="fewer requests and settings")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="settings at the same time (default: 1)"
+    )
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    try:
+        experiment = _load(args)
+        settings = settings_of(experiment)
+        if args.jobs < 1:
+            raise ValueError("--jobs must be 1 or more")
+        started_s = time.monotonic()
+        runs = _run(experiment, settings, jobs=args.jobs)
+    except (ValueError, OSError) as exc:
+        return fail(f"{args.config}: {exc}")
+    took_s = time.monotonic() - started_s
+    rows = compare(experiment, settings, runs)
+    _print(experiment, settings, rows, took_s)
+    if BEST_STATIC in experiment.policies:
+        _print_gains(experiment, settings, rows, runs)
+    if args.out is not None:
+        args.out.write_text(json.dumps(_result(experiment, settings, runs, rows), indent=1) + "\n")
+        say(f"written to {args.out}")
+    if args.plots is not None:
+        from deploy.simulation_plots import draw  # needs matplotlib
+
+        for path in draw(experiment, settings, rows, folder=args.plots):
+            say(f"drawn: {path}")
+    return 0
+
+
+def _load(args: argparse.Namespace) -> Experiment:
+    """Raises ValueError, OSError for a file that is no experiment."""
+    try:
+        raw = yaml.safe_load(args.config.read_text())
+    except yaml.YAMLError as exc:
+        raise ValueError(f"is not YAML: {exc}") from None
+    experiment = parse_experiment(raw)
+    if args.seed is not None:
+        experiment = experiment.model_copy(update={"seeds": (args.seed,)})
+    return experiment.quickened() if args.quick else experiment
+
+
+def _run(
+    experiment: Experiment, settings: Sequence[Setting], *, jobs: int
+) -> list[list[dict[str, Summary]]]:
+    """By setting, by seed."""
+    tasks = [(setting, seed) for setting in settings for seed in experiment.seeds]
+    done: list[dict[str, Summary]] = []
+    progress = _Progress(len(tasks))
+    for result in _results(experiment, tasks, jobs=jobs, within=progress.within):
+        done.append(result)
+        progress.show(len(done), tasks[len(done) - 1][0].name)
+    progress.close()
+    per = len(experiment.seeds)
+    return [done[i : i + per] for i in range(0, len(done), per)]
+
+
+def _results(
+    experiment: Experiment,
+    tasks: Sequence[tuple[Setting, int]],
+    *,
+    jobs: int,
+    within: Callable[[str], None],
+) -> Iterator[dict[str, Summary]]:
+    """In the order of the tasks, however many run at the same time."""
+    if jobs == 1:
+        for setting, seed in tasks:
+            yield run_setting(experiment, setting, seed=seed, progress=within)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run_setting, experiment, s, seed=seed) for s, seed in tasks]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class _Progress:
+    """One line on stderr that a terminal overwrites; elsewhere a line now and then."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._started_s = self._shown_s = time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+
+    def show(self, done: int, name: str) -> None:
+        self._done = done
+        left_s = (time.monotonic() - self._started_s) / done * (self._total - done)
+        self._write(f"simulated {done}/{self._total} ({name}), about {left_s:.0f} s left")
+
+    def within(self, text: str) -> None:
+        """Of the setting that runs."""
+        self._write(f"simulated {self._done}/{self._total}; now {text}")
+
+    def _write(self, text: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._shown_s < (0.2 if self._is_terminal else 15.0):
+            return
+        self._shown_s = now_s
+        start, end = ("\r\x1b[K", "") if self._is_terminal else ("", "\n")
+        print(f"{start}{text}", end=end, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _print(
+    experiment: Experiment, settings: Sequence[Setting], rows: Sequence[list[Row]], took_s: float
+) -> None:
+    num = len(settings) * len(experiment.seeds)
+    say(f"SIMULATED: {experiment.name}, {num} settings × seeds in {took_s:.0f} s")
+    for line in _assumptions(settings):
+        say(f"  {line}")
+    width = max(len(row.policy) for of_setting in rows for row in of_setting)
+    for setting, of_setting in zip(settings, rows, strict=True):
+        say(f"\n{setting.name} (simulated)")
+        say(" ".join([" " * width, *(f"{name:>9}" for name in _COLUMNS)]))
+        for row in of_setting:
+            cells = [_cell(row.values.get(field)) for field in _FIELDS]
+            note = f"  = {row.runs}" if row.runs != row.policy else ""
+            say(" ".join([f"{row.policy:>{width}}", *(f"{cell:>9}" for cell in cells)]) + note)
+
+
+def _assumptions(settings: Sequence[Setting]) -> list[str]:
+    """Of all settings, each once."""
+    lines = [line for setting in settings for line in assumptions(setting.scenario)]
+    return list(dict.fromkeys(lines))
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value > 1.0 else f"{value:.3f}"
+
+
+def _print_gains(
+    experiment: Experiment,
+    settings: Sequence[Setting],
+    rows: Sequence[list[Row]],
+    runs: Sequence[list[dict[str, Summary]]],
+) -> None:
+    """Of the first policy over `best_static`, in all and by each axis' values."""
+    gains = []
+    for of_setting in rows:
+        qsa = {row.policy: row.values["qsa"] for row in of_setting}
+        gains.append(qsa[of_setting[0].policy] - qsa[BEST_STATIC])
+    first = rows[0][0].policy
+    won = sum(gain > 0 for gain in gains)
+    say(
+        f"\n{first} over {BEST_STATIC} (simulated): above in {won} of {len(gains)} settings, "
+        f"mean {sum(gains) / len(gains):+.3f}, worst {min(gains):+.3f}, best {max(gains):+.3f}"
+    )
+    own = [own_best_static(experiment, each)[1] for each in runs]
+    first_qsa = [of_setting[0].values["qsa"] for of_setting in rows]
+    above = sum(a > b for a, b in zip(first_qsa, own, strict=True))
+    say(f"over the static configuration that is best in each single setting: above in {above}")
+    for axis in experiment.sweep:
+        for value in axis.values:
+            some = [
+                gain
+                for gain, setting in zip(gains, settings, strict=True)
+                if setting.labels[axis.name] == value.label
+            ]
+            won = sum(gain > 0 for gain in some)
+            say(
+                f"  {axis.name} {value.label}: {sum(some) / len(some):+.3f}, "
+                f"above in {won} of {len(some)}"
+            )
+
+
+def _result(
+    experiment: Experiment,
+    settings: Sequence[Setting],
+    runs: Sequence[list[dict[str, Summary]]],
+    rows: Sequence[list[Row]],
+) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "simulated": True,
+        "assumptions": _assumptions(settings),
+        "experiment": experiment.model_dump(mode="json"),
+        "settings": [
+            {
+                "labels": setting.labels,
+                "means": {row.policy: {"runs": row.runs, **row.values} for row in of_setting},
+                "by_seed": {
+                    str(seed): {name: each.model_dump() for name, each in run.items()}
+                    for seed, run in zip(experiment.seeds, of_seeds, strict=True)
+                },
+            }
+            for setting, of_seeds, of_setting in zip(settings, runs, rows, strict=True)
+        ],
+    }

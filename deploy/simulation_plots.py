@@ -1,0 +1,78 @@
+"""Pictures of a simulated experiment: one for each axis, QSA of every policy."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib import pyplot
+
+from planner.simulator import Axis, Experiment, Row, Setting
+
+matplotlib.use("Agg")
+_FIELDS = {"qsa": "QSA", "stall_share": "stall share"}
+
+
+def draw(
+    experiment: Experiment, settings: Sequence[Setting], rows: Sequence[list[Row]], *, folder: Path
+) -> list[Path]:
+    """Over each axis with several values, the mean of the settings that share a value."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for axis in experiment.sweep:
+        if len(axis.values) > 1:
+            for field, name in _FIELDS.items():
+                path = folder / f"{experiment.name}-{_safe(axis.name)}-{field}.png"
+                _draw_axis(axis, settings, rows, field=field, name=name, path=path)
+                paths.append(path)
+    if len(settings) == 1:
+        path = folder / f"{experiment.name}-qsa.png"
+        _draw_bars(rows[0], path=path)
+        paths.append(path)
+    return paths
+
+
+def _draw_axis(
+    axis: Axis,
+    settings: Sequence[Setting],
+    rows: Sequence[list[Row]],
+    *,
+    field: str,
+    name: str,
+    path: Path,
+) -> None:
+    labels = [value.label for value in axis.values]
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 0.9 * len(labels)), 4.5))
+    for place, row in enumerate(rows[0]):
+        heights = []
+        for label in labels:
+            some = [
+                of_setting[place].values[field]
+                for of_setting, setting in zip(rows, settings, strict=True)
+                if setting.labels[axis.name] == label
+            ]
+            heights.append(sum(some) / len(some))
+        axes.plot(labels, heights, marker="o", linewidth=3 if place == 0 else 1, label=row.policy)
+    axes.set_title("simulated")
+    axes.set_xlabel(axis.name)
+    axes.set_ylabel(name)
+    axes.set_ylim(0.0, 1.0)
+    axes.grid(alpha=0.3)
+    axes.tick_params(axis="x", rotation=20 if len(labels) > 5 else 0)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _draw_bars(rows: Sequence[Row], *, path: Path) -> None:
+    figure, axes = pyplot.subplots(figsize=(7.0, 0.4 * len(rows) + 1.5))
+    names = [row.policy for row in reversed(rows)]
+    axes.barh(names, [row.values["qsa"] for row in reversed(rows)])
+    axes.set_title("simulated")
+    axes.set_xlabel("QSA")
+    axes.set_xlim(0.0, 1.0)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _safe(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
