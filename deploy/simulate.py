@@ -40,17 +40,17 @@ examples:
   cachesmith simulate --config benchmarks/experiments/settings_96.yaml --jobs 2 --out 96.json
   cachesmith simulate --config benchmarks/experiments/bandwidth.yaml --plots plots/
 """
-_COLUMNS = ("QSA", "accuracy", "SLO", "P50 ms", "P99 ms", "stall", "replica s", "refused", "late")
-_FIELDS = (
-    "qsa",
-    "accuracy",
-    "slo_attainment",
-    "p50_ttft_ms",
-    "p99_ttft_ms",
-    "stall_share",
-    "replica_seconds",
-    "refused",
-    "late",
+# column, field of a summary, format
+_COLUMNS = (
+    ("QSA", "qsa", ".3f"),
+    ("accuracy", "accuracy", ".3f"),
+    ("SLO", "slo_attainment", ".3f"),
+    ("P50 ms", "p50_ttft_ms", ".0f"),
+    ("P99 ms", "p99_ttft_ms", ".0f"),
+    ("stall", "stall_share", ".3f"),
+    ("replica s", "replica_seconds", ".0f"),
+    ("refused", "refused", ".0f"),
+    ("late", "late", ".0f"),
 )
 
 
@@ -189,9 +189,9 @@ def _print(
     width = max(len(row.policy) for of_setting in rows for row in of_setting)
     for setting, of_setting in zip(settings, rows, strict=True):
         say(f"\n{setting.name} (simulated)")
-        say(" ".join([" " * width, *(f"{name:>9}" for name in _COLUMNS)]))
+        say(" ".join([" " * width, *(f"{name:>9}" for name, _, _ in _COLUMNS)]))
         for row in of_setting:
-            cells = [_cell(row.values.get(field)) for field in _FIELDS]
+            cells = [_cell(row.values.get(field), form) for _, field, form in _COLUMNS]
             note = f"  = {row.runs}" if row.runs != row.policy else ""
             say(" ".join([f"{row.policy:>{width}}", *(f"{cell:>9}" for cell in cells)]) + note)
 
@@ -202,10 +202,8 @@ def _assumptions(settings: Sequence[Setting]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _cell(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value > 1.0 else f"{value:.3f}"
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _print_gains(

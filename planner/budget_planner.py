@@ -57,6 +57,7 @@ class BudgetPlannerConfig:
     band: BudgetBand = field(default_factory=BudgetBand)
     reserve: float = 0.15  # share of the budget kept for the cost model's error and the way back
     max_depths: int = 6  # rank depths to try between a signal's shallowest and deepest anchor
+    choose_split: bool = True  # of a depth into WarmUp and Probe; else the least WarmUp, to compare
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.reserve < 1.0:
@@ -216,6 +217,7 @@ class BudgetPlanner:
                 band=self._config.band,
                 num_layers=num_layers,
                 max_depths=self._config.max_depths,
+                choose_split=self._config.choose_split,
             )
         return self._candidates[num_layers]
 

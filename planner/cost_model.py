@@ -11,7 +11,7 @@ engine steps, the last token), and a little more for each request.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 
@@ -66,14 +66,32 @@ class Work:
         )
 
     def __add__(self, other: "Work") -> "Work":
-        return _work_of(a + b for a, b in zip(self.counts, other.counts, strict=True))
+        return Work(
+            prefills=self.prefills + other.prefills,
+            requests=self.requests + other.requests,
+            layers=self.layers + other.layers,
+            members=self.members + other.members,
+            filters=self.filters + other.filters,
+            rows=self.rows + other.rows,
+            compared=self.compared + other.compared,
+            pairs=self.pairs + other.pairs,
+            selected_pairs=self.selected_pairs + other.selected_pairs,
+            reused=self.reused + other.reused,
+        )
 
     def __mul__(self, times: float) -> "Work":
-        return _work_of(times * count for count in self.counts)
-
-
-def _work_of(counts: Iterable[float]) -> Work:
-    return Work(**dict(zip(PRICES.values(), counts, strict=True)))
+        return Work(
+            prefills=times * self.prefills,
+            requests=times * self.requests,
+            layers=times * self.layers,
+            members=times * self.members,
+            filters=times * self.filters,
+            rows=times * self.rows,
+            compared=times * self.compared,
+            pairs=times * self.pairs,
+            selected_pairs=times * self.selected_pairs,
+            reused=times * self.reused,
+        )
 
 
 # price -> what of `Work` it is the price of
@@ -190,7 +208,8 @@ def _probe_works(
         stitch = Work(members=float(len(ranked)), reused=cached)
         return (walk,) * (num_layers - 1), (walk + stitch,)
     shapes = [shape for shape, _ in requests]
-    stitched = Work(members=float(len(shapes)), reused=reused)
+    num_requests = float(len(shapes))
+    stitched = Work(members=num_requests, reused=reused)
     question = Work(
         layers=1.0,
         rows=float(sum(shape.num_always for shape in shapes)),
@@ -205,9 +224,15 @@ def _probe_works(
         kept = [shape.num_always + r**share * shape.num_cached for shape, r in requests]
         pairs = sum(k * shape.num_tokens / 2 for k, shape in zip(kept, shapes, strict=True))
         walk = Work(
-            layers=1.0, filters=1.0, rows=sum(kept), selected_pairs=pairs, compared=compared
+            layers=1.0,
+            members=num_requests,
+            filters=1.0,
+            rows=sum(kept),
+            compared=compared,
+            selected_pairs=pairs,
+            reused=reused,
         )
-        layers.append(stitched + walk)
+        layers.append(walk)
         compared = sum(kept)
     if probe_len > 0:
         layers.append(stitched + Work(compared=compared))

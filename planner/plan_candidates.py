@@ -30,7 +30,9 @@ class PlanCandidates:
         band: BudgetBand,
         num_layers: int,
         max_depths: int,
+        choose_split: bool = True,
     ) -> None:
+        """choose_split: else each depth has as little WarmUp as its signal allows"""
         self.groups = [
             (signal, depth)
             for signal in signals
@@ -42,6 +44,8 @@ class PlanCandidates:
             depth_splits(signal, depth, least_warmup=curves.least_warmup(signal, depth))
             for signal, depth in self.groups
         ]
+        if not choose_split:
+            members = [splits[-1:] for splits in members]
         self.points = [
             (signal, w, p)
             for (signal, _), splits in zip(self.groups, members, strict=True)

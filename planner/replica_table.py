@@ -67,11 +67,18 @@ class ReplicaTable:
         """How much each can hold."""
         return not self._columns[1].any()
 
+    @property
+    def num_free(self) -> int:
+        return int(np.count_nonzero(self._columns[0] == -np.inf))
+
     def free(self) -> list[ReplicaState]:
         return [self.states[i] for i in (self._columns[0] == -np.inf).nonzero()[0].tolist()]
 
     def others_ms(self, chosen: ReplicaState, *, now_ms: float) -> Floats:
-        """When each of the others is free, from now, in order; those that never are left out."""
+        """When each of the others is free, from now, in order; those that never are left out.
+
+        One that takes longer than expected is taken for one that is free any moment.
+        """
         free_at_ms = np.sort(self._columns[0])
         if chosen.is_free:
             free_at_ms = free_at_ms[1:]  # one of those that are free, whichever

@@ -159,7 +159,7 @@ class CacheSmithScheduler:
             if leader is None:
                 return None
             chosen = self._best_replica(self._table.entry(queue.rows[leader]).profile, free)
-            situation = self._situation(queue, chosen, replicas, can_be_timely, now_ms, forced)
+            situation = self._situation(queue, chosen, can_be_timely, now_ms, forced)
             choice = BatchChoice(self._config, self._planner, self._passes, self._table, situation)
             decision = choice.timely() or choice.late()
             free = [r for r in free if r is not chosen]
@@ -310,7 +310,6 @@ class CacheSmithScheduler:
         self,
         queue: WaitingQueue,
         chosen: ReplicaState,
-        replicas: Sequence[ReplicaState],
         can_be_timely: Bools,
         now_ms: float,
         forced: int | None,
@@ -325,7 +324,7 @@ class CacheSmithScheduler:
             chosen=chosen,
             now_ms=now_ms,
             others_ms=others_ms,
-            has_free_others=bool(len(others_ms)) and others_ms[0] == 0.0,
+            has_free_others=self._replicas.num_free > 1,
             times=times,
             speed=self._pace(chosen).speed,
             queue_times=queue.times(self._replicas.slowest),

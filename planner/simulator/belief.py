@@ -19,13 +19,14 @@ def believed_profile(
 
     truths: with their weights
 
-    `kv_dev` needs a WarmUp layer before it, for nothing deviates in the first one; `qci` does not.
+    `kv_dev`, and `auto` that may turn to it, need a WarmUp layer before them, for nothing deviates
+    in the first one; `qci` does not.
     """
     total = sum(weight for weight, _ in truths)
     depths = sorted({2, max(2, num_layers // 6), max(2, num_layers * 2 // 5)})
     grid = np.array(COVERAGES)
     anchors = []
-    for signal, w in ((Signal.KV_DEV, 1), (Signal.QCI, 0)):
+    for signal, w in ((Signal.KV_DEV, 1), (Signal.QCI, 0), (Signal.AUTO, 1)):
         for depth in depths:
             enough = sum(
                 weight / total * truth.enough(signal, depth, grid, NUM_CONTEXT)

@@ -133,13 +133,13 @@ class Cell:
         if not self._waiting:
             return
         now = self._events.now_ms()
-        states = self.board.states(now_ms=now)
+        states = self.board.states()
         while self.board.num_free and self._waiting:
             decision = self._scheduler.next_batch(states, now_ms=now)
             if decision is None:
                 break
             self._start(decision)
-            states = self.board.states(now_ms=now)
+            states = self.board.states()
         if self._waiting:
             for refused in self._scheduler.take_refused(now_ms=now):
                 request = self._leave_queue(refused.request_id)
@@ -171,10 +171,17 @@ class Cell:
             link=link,
             cost=self._machine.cost,
             slowness=self._next_slowness(),
+            pause_ms=replica.pause_ms,
         )
-        batch = RunningBatch(members, plans, run.coverages, now + decision.plan.expected_ms)
+        batch = RunningBatch(
+            members,
+            plans,
+            run.coverages,
+            expected_end_ms=now + decision.plan.expected_ms,
+            slowdown=run.busy_ms / run.alone_ms,
+        )
         replica.begin(batch)
-        self.board.started(replica, batch)
+        self.board.changed(replica)
         self._prefilling_gauge.add(len(members), now_ms=now)
         self._outcomes.num_batches += 1
         self._outcomes.prefill_ms += run.total_ms
@@ -203,7 +210,7 @@ class Cell:
             return
         now = self._events.now_ms()
         self._prefilling_gauge.add(-len(batch.members), now_ms=now)
-        replica.batch = None
+        replica.ends(batch)
         num_layers = self._machine.cost.num_layers
         signal = batch.plans[0].signal
         if signal is Signal.AUTO:

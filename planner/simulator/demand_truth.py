@@ -70,8 +70,12 @@ class AssumedDemand(Part):
 
 
 class AssumedTruth:
-    def __init__(self, demand: AssumedDemand, num_layers: int) -> None:
+    def __init__(
+        self, demand: AssumedDemand, num_layers: int, *, entropy_accuracy: float = 1.0
+    ) -> None:
+        """entropy_accuracy: how often `auto` takes the ranking that suits"""
         self._demand = demand
+        self._entropy_accuracy = entropy_accuracy
         # [depth, NUM_QUANTILES] by shift, ascending in the last
         self._tables = {
             shift: _quantiles(demand, shift, num_layers)
@@ -96,8 +100,12 @@ class AssumedTruth:
     def enough(self, signal: Signal, depth: int, coverages: Floats, num_context: int) -> Floats:
         total: Floats = np.zeros(len(coverages))
         share = self._demand.qci_share
-        for weight, prefers_qci in ((share, True), (1.0 - share, False)):
-            row = self._tables[self._shift(signal, prefers_qci)][depth]
+        weights = [(share, self._shift(signal, True)), (1.0 - share, self._shift(signal, False))]
+        if signal is Signal.AUTO:
+            right = self._entropy_accuracy
+            weights = [(right, 0.0), (1.0 - right, self._demand.gap)]
+        for weight, shift in weights:
+            row = self._tables[shift][depth]
             total += weight * np.searchsorted(row, coverages + 1e-9, side="right") / NUM_QUANTILES
         return total
 

@@ -89,13 +89,12 @@ class Fleet:
 
     def _born(self, number: int, *, since_ms: float) -> None:
         """It serves from now on."""
-        now = self._events.now_ms()
         replica = SimReplica(
             f"{self._name}-{number}", self._node(number), self._machine, self._spec, now_ms=since_ms
         )
         self._replicas[number] = replica
         cell = self._cell(number)
-        cell.board.add(replica, now_ms=now)
+        cell.board.add(replica)
         cell.dispatch_in(0.0)
         if self._spec.faults.mtbf_s is not None:
             lifetime_ms = float(self._rng.exponential(self._spec.faults.mtbf_s * 1e3))

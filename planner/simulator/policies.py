@@ -66,10 +66,12 @@ class PolicySpec(Part):
     floor: Share = 0.05
     saturation: Share = 0.50
     max_depths: Count = 6
+    choose_split: bool = True
     reserve: float = Field(default=0.15, ge=0.0, lt=1.0)
     resolve: bool = True
     knows_link: bool = True
     refuse_hopeless: bool = False
+    num_coming: int = Field(default=16, ge=0)
     max_batch_requests: Count | None = None
 
     @model_validator(mode="after")
@@ -99,6 +101,7 @@ class PolicySpec(Part):
                 band=BudgetBand(floor=self.floor, saturation=self.saturation),
                 reserve=self.reserve,
                 max_depths=self.max_depths,
+                choose_split=self.choose_split,
             ),
             curves,
         )
@@ -111,7 +114,10 @@ class PolicySpec(Part):
         config = PolicyConfig(
             name=self.scheduler,
             rules=CacheSmithConfig(
-                limits=limits, refuse_hopeless=self.refuse_hopeless, reserve=self.reserve
+                limits=limits,
+                refuse_hopeless=self.refuse_hopeless,
+                reserve=self.reserve,
+                num_coming=self.num_coming,
             ),
             static=None,
             slack=SlackPlannerConfig(

@@ -11,11 +11,19 @@ from planner.types import RequestPlan
 
 @dataclass(frozen=True, slots=True)
 class PrefillRun:
-    """compute_ms: without the waits for stored KV; coverages: what the requests got"""
+    """stall_ms: waits for stored KV; alone_ms: without them, on an undisturbed machine
+
+    coverages: that the requests got
+    """
 
     total_ms: float
     stall_ms: float
+    alone_ms: float
     coverages: tuple[float, ...]
+
+    @property
+    def busy_ms(self) -> float:
+        return self.total_ms - self.stall_ms
 
 
 def run_prefill(
@@ -26,11 +34,13 @@ def run_prefill(
     link: Link | None,
     cost: CostModel,
     slowness: float,
+    pause_ms: float = 0.0,
 ) -> PrefillRun:
     """The first tokens of the batch come at `total_ms`.
 
     layer_bytes: of the batch's stored KV in one layer, as far as the link has to bring it
-    slowness: how much longer this batch computes than `cost` says
+    slowness: how much longer this batch computes than `cost` says; pause_ms: behind each layer, in
+    which others decode
 
     Coverages are solved again behind the Probe, where a plan leaves them open: by then the time
     that WarmUp and Probe took is known, and how fast the link is. The engine does it behind WarmUp
@@ -50,7 +60,8 @@ def run_prefill(
             cost=cost,
         )
 
-    times = _slower(times_at(coverages, first.probe_len), slowness)
+    alone = times_at(coverages, first.probe_len)
+    times = _disturbed(alone, slowness, pause_ms)
     arrivals: list[float] = []
     if link is not None and layer_bytes > 0.0:
         arrivals = arrivals_ms([layer_bytes] * (cost.num_layers - w), link)
@@ -65,23 +76,24 @@ def run_prefill(
         )
         if solved != coverages:
             coverages = solved
-            patch_ms = slowness * times_at(coverages, 0).patch_ms  # whatever the Probe was
-            times = replace(times, patch_ms=patch_ms)
+            patch_ms = times_at(coverages, 0).patch_ms  # whatever the Probe was
+            alone = replace(alone, patch_ms=patch_ms)
+            times = replace(times, patch_ms=slowness * patch_ms + pause_ms)
     total = total_ms(times, arrivals)
     stall = max(0.0, total - total_ms(times)) if arrivals else 0.0
-    return PrefillRun(total, stall, tuple(coverages))
+    return PrefillRun(total, stall, total_ms(alone), tuple(coverages))
 
 
-def _slower(times: LayerTimes, by: float) -> LayerTimes:
-    if by == 1.0:
+def _disturbed(times: LayerTimes, slowness: float, pause_ms: float) -> LayerTimes:
+    if slowness == 1.0 and pause_ms == 0.0:
         return times
     return replace(
         times,
-        warmup_ms=by * times.warmup_ms,
-        patch_ms=by * times.patch_ms,
-        fixed_ms=by * times.fixed_ms,
-        probe_ms=tuple(by * ms for ms in times.probe_ms),
-        alone_ms=tuple(by * ms for ms in times.alone_ms),
+        warmup_ms=slowness * times.warmup_ms + pause_ms,
+        patch_ms=slowness * times.patch_ms + pause_ms,
+        fixed_ms=slowness * times.fixed_ms,
+        probe_ms=tuple([slowness * ms + pause_ms for ms in times.probe_ms]),
+        alone_ms=tuple([slowness * ms + pause_ms for ms in times.alone_ms]),
     )
 
 

@@ -14,6 +14,7 @@ from planner.types import RequestPlan, RequestProfile
 
 LINK_WEIGHT = 0.3  # of a batch's bandwidth in the smoothed one
 LINK_CHANGE = 0.02  # less makes no new `Link`
+COST_WEIGHT = 0.2  # of a batch in the cost's scale, as in an engine
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +34,13 @@ class SimRequest:
 
 @dataclass(slots=True, eq=False)
 class RunningBatch:
+    """slowdown: how much longer it computes than on an undisturbed machine"""
+
     members: Sequence[SimRequest]
     plans: Sequence[RequestPlan]
     coverages: Sequence[float]
     expected_end_ms: float
+    slowdown: float
 
 
 class SimReplica:
@@ -72,8 +76,8 @@ class SimReplica:
     def is_idle(self) -> bool:
         return not self.active
 
-    def state(self, *, now_ms: float, knows_link: bool) -> ReplicaState:
-        busy = None if self.batch is None else max(now_ms, self.batch.expected_end_ms)
+    def state(self, *, knows_link: bool) -> ReplicaState:
+        busy = None if self.batch is None else self.batch.expected_end_ms
         return ReplicaState(
             replica_id=self.replica_id,
             cost=self._cost,
@@ -107,6 +111,23 @@ class SimReplica:
             self._loaded_share = share
             self._link = Link(bytes_per_ms=seen, latency_ms=self._link.latency_ms)
 
+    def ends(self, batch: RunningBatch) -> None:
+        """Its prefill is over; how long it computed moves the cost, as in an engine."""
+        self.batch = None
+        self._cost = self._cost.observed(1.0, batch.slowdown, plan_scale=1.0, weight=COST_WEIGHT)
+
+    @property
+    def pause_ms(self) -> float:
+        """What decoding takes of each layer of a prefill that begins now."""
+        if self._spec.slice_layers is None or not self._num_decoding:
+            return 0.0
+        return self._token_ms / self._spec.slice_layers
+
+    @property
+    def _token_ms(self) -> float:
+        """One decoded token of every sequence that decodes now."""
+        return self._machine.decode_ms + self._machine.decode_seq_ms * (self._num_decoding - 1)
+
     def prefilled(self, request: SimRequest) -> list[SimRequest]:
         """Has its first token. Returns who begins to decode: it, unless it has to wait for room."""
         self._parked.append(request)
@@ -114,8 +135,7 @@ class SimReplica:
 
     def decode_ms(self, request: SimRequest) -> float:
         """From now to its last token, at the number of sequences that decode now."""
-        token_ms = self._machine.decode_ms + self._machine.decode_seq_ms * (self._num_decoding - 1)
-        return max(0, request.output_tokens - 1) * token_ms
+        return max(0, request.output_tokens - 1) * self._token_ms
 
     def finished(self, request: SimRequest) -> list[SimRequest]:
         """Has its last token. Returns who begins to decode in its place."""

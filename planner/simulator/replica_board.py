@@ -3,10 +3,8 @@
 A thousand replicas are a thousand states in every decision; between two decisions a few change.
 """
 
-import heapq
-
 from planner.scheduler import ReplicaState
-from planner.simulator.replica import RunningBatch, SimReplica
+from planner.simulator.replica import SimReplica
 
 
 class ReplicaBoard:
@@ -16,10 +14,6 @@ class ReplicaBoard:
         self._places: dict[str, int] = {}
         self._states: list[ReplicaState] = []
         self._stale: dict[str, None] = {}
-        # (expected end, number, replica, batch): those that take longer are shown as almost free
-        self._ends: list[tuple[float, int, SimReplica, RunningBatch]] = []
-        self._overrunning: list[tuple[SimReplica, RunningBatch]] = []
-        self._num_ends = 0
         self.num_free = 0  # as of the latest `states`
 
     def __len__(self) -> int:
@@ -31,8 +25,8 @@ class ReplicaBoard:
     def replicas(self) -> list[SimReplica]:
         return list(self._replicas.values())
 
-    def add(self, replica: SimReplica, *, now_ms: float) -> None:
-        state = replica.state(now_ms=now_ms, knows_link=self._knows_link)
+    def add(self, replica: SimReplica) -> None:
+        state = replica.state(knows_link=self._knows_link)
         self._replicas[replica.replica_id] = replica
         self._places[replica.replica_id] = len(self._states)
         self._states.append(state)
@@ -53,24 +47,11 @@ class ReplicaBoard:
         if replica.replica_id in self._replicas:
             self._stale[replica.replica_id] = None
 
-    def started(self, replica: SimReplica, batch: RunningBatch) -> None:
-        self.changed(replica)
-        self._num_ends += 1
-        heapq.heappush(self._ends, (batch.expected_end_ms, self._num_ends, replica, batch))
-
-    def states(self, *, now_ms: float) -> list[ReplicaState]:
+    def states(self) -> list[ReplicaState]:
         """The same list every time."""
-        while self._ends and self._ends[0][0] < now_ms:
-            _, _, replica, batch = heapq.heappop(self._ends)
-            self._overrunning.append((replica, batch))
-        if self._overrunning:
-            still = [(r, batch) for r, batch in self._overrunning if r.batch is batch]
-            self._overrunning = still
-            for replica, _ in still:
-                self.changed(replica)
         for replica_id in self._stale:
             place, replica = self._places[replica_id], self._replicas[replica_id]
-            state = replica.state(now_ms=now_ms, knows_link=self._knows_link)
+            state = replica.state(knows_link=self._knows_link)
             self.num_free += state.is_free - self._states[place].is_free
             self._states[place] = state
         self._stale.clear()

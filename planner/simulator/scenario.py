@@ -25,6 +25,8 @@ class FleetSpec(Part):
 
     schedulers: each has its own share of the replicas and of the requests.
     link_steps: (second, GB/s) from when on a node's link to Redis is that fast.
+    slice_layers: so many layers of a prefill run between two steps of those that decode, as the
+    engine's setting; None: they do not disturb it.
     noise: deviation of the logarithm of what a batch computes over what its plan expects.
     """
 
@@ -41,6 +43,7 @@ class FleetSpec(Part):
     link_gb_per_s: Positive = 6.0  # of each node
     link_latency_ms: NotNegative = 0.5
     link_steps: tuple[tuple[NotNegative, Positive], ...] = ()
+    slice_layers: Count | None = 16
     noise: NotNegative = 0.05
     startup_s: NotNegative = 60.0
     sizing: Sizing = FixedSize()

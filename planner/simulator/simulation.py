@@ -92,7 +92,10 @@ def _truths(scenario: Scenario, model: ModelSpec, machine: Machine) -> list[Dema
     if model.truth is not None:
         measured: DemandTruth = MeasuredTruth(DemandProfile.load(model.truth), layers)
         return [measured for _ in scenario.task_specs]
-    return [AssumedTruth(spec.demand, layers) for spec in scenario.task_specs]
+    accuracy = scenario.entropy_accuracy
+    return [
+        AssumedTruth(spec.demand, layers, entropy_accuracy=accuracy) for spec in scenario.task_specs
+    ]
 
 
 def _belief(
@@ -104,7 +107,7 @@ def _belief(
         weighted = list(zip(weights, truths, strict=True))
         return believed_profile(weighted, num_layers=layers, task="its own")
     if model.believes == "pr":
-        truth = AssumedTruth(PR.demand, layers)
+        truth = AssumedTruth(PR.demand, layers, entropy_accuracy=scenario.entropy_accuracy)
         return believed_profile([(1.0, truth)], num_layers=layers, task="pr")
     return DemandProfile.load(model.believes)
 

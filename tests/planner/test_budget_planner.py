@@ -190,6 +190,10 @@ def test_a_slow_link_is_hidden_behind_warm_up_and_a_fast_one_leaves_probing():
     assert splits[3] == (13, 1)
     assert splits[3][0] > splits[6][0] > splits[50][0]
     assert splits[50] == (1, 13)
+    fixed = planner(anchor(Signal.KV_DEV, 14, STEEP), choose_split=False)
+    link = Link(bytes_per_ms=3e6, latency_ms=1.0)
+    made_of = fixed.plan([request(8000, token_bytes=4096)], budget_ms=1e6, cost=COST, link=link)
+    assert (made_of.requests[0].warmup_depth, made_of.requests[0].probe_len) == (1, 13)
 
 
 def test_full_prefill_runs_where_reuse_saves_nothing():

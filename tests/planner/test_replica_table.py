@@ -29,6 +29,7 @@ def compare(table, states, now_ms):
     """With what all replicas say, one by one."""
     assert table.states == states
     assert table.free() == [r for r in states if r.is_free]
+    assert table.num_free == len(table.free())
     assert table.all_tell == all(r.max_kv_tokens is not None for r in states)
     paces = [pace_of(r) for r in states]
     for name in ("speed", "token_ms", "latency_ms"):

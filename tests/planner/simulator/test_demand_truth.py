@@ -77,3 +77,23 @@ def test_measured_demand_draws_from_the_measured_curve():
     for coverage, enough in ((0.0, 0.1), (0.1, 0.35), (0.2, 0.6), (0.6, 0.8)):
         assert (found <= coverage).mean() == pytest.approx(enough, abs=0.002)
     assert needed(truth, Signal.POSITION, 0, 0.9) == needed(truth, Signal.QCI, 2, 0.9)
+
+
+def test_a_late_choice_is_as_good_as_the_entropies_are():
+    demand, coverages = AssumedDemand(qci_share=0.5), np.array([0.05, 0.2, 0.5])
+    of = {
+        accuracy: AssumedTruth(demand, LAYERS, entropy_accuracy=accuracy).enough(
+            Signal.AUTO, 6, coverages, 8_000
+        )
+        for accuracy in (0.5, 0.8, 1.0)
+    }
+    blind = AssumedTruth(demand, LAYERS).enough(Signal.QCI, 6, coverages, 8_000)
+    assert of[0.5] == pytest.approx(blind)  # a coin, where either suits half of the requests
+    assert (of[0.5] < of[0.8]).all() and (of[0.8] < of[1.0]).all()
+    curves = DemandCurves(
+        believed_profile(
+            [(1.0, AssumedTruth(demand, LAYERS, entropy_accuracy=0.8))], num_layers=LAYERS, task="t"
+        )
+    )
+    believed = [curves.enough(Signal.AUTO, 6, 8_000, r) for r in coverages]
+    assert believed == pytest.approx(of[0.8].tolist(), abs=0.02)

@@ -25,7 +25,9 @@ class Watched:
 
 
 def watched_run(**changes):
-    settings = scenario({"noise": 0.0}, num_requests=400, tasks="mix", **changes)
+    settings = scenario(
+        {"noise": 0.0, "slice_layers": None}, num_requests=400, tasks="mix", **changes
+    )
     models = [settings.models[0].model_copy(update={"believes": "task"})]
     settings = settings.model_copy(update={"models": tuple(models)})
     spec = PolicySpec(name="cachesmith", resolve=False)

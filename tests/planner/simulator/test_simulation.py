@@ -186,3 +186,18 @@ def test_a_mix_tells_its_tasks_apart():
     found = summary(run(scenario(tasks="mix")))
     assert set(found.qsa_by) == {"task pr", "task vt", "task mhqa"}
     assert min(found.qsa_by.values()) <= found.qsa <= max(found.qsa_by.values())
+
+
+def test_decoding_slows_prefills_and_the_costs_follow():
+    task = {"name": "t", "num_chunks": [5, 5], "output_tokens": [400, 600]}
+    shared = {"tasks": [task], "load": {"of_full_prefill": 0.3}, "slo": {"ms": 5_000.0}}
+    fleet = {"noise": 0.0, "link_gb_per_s": 1e6}
+    scales, p50 = {}, {}
+    for layers in (None, 4, 1):
+        simulation = run(scenario({**fleet, "slice_layers": layers}, **shared), "cacheblend")
+        (state,) = simulation._fleets[0]._cells[0].board.states()
+        scales[layers] = state.cost.scale
+        p50[layers] = summary(simulation).p50_ttft_ms
+    assert scales[None] == pytest.approx(1.0)
+    assert 1.05 < scales[4] < scales[1]
+    assert p50[None] < p50[4] < p50[1]
