@@ -30,7 +30,7 @@ from planner.budget_planner import BudgetPlanner, BudgetPlannerConfig
 from planner.cost_model import CostModel, PrefillShape
 from planner.demand import DemandCurves, built_in_demand
 from planner.recompute_planner import PlanInput, RecomputePlanner
-from planner.scheduler import FcfsConfig, ReplicaState
+from planner.scheduler import QueueLimits, ReplicaState
 from planner.slo_scheduler import CacheSmithScheduler
 from planner.timeline import Link
 from planner.types import BatchPlan, ChunkRef, RequestProfile
@@ -115,7 +115,7 @@ def _scheduler_row(
     planner, cost = _TimedPlanner(_planner(num_layers)), _cost(num_layers)
     reserve = BudgetPlannerConfig().reserve
     scheduler = CacheSmithScheduler(
-        CacheSmithConfig(limits=FcfsConfig(max_waiting=20_000), reserve=reserve), planner
+        CacheSmithConfig(limits=QueueLimits(max_waiting=20_000), reserve=reserve), planner
     )
     rng = random.Random(seed)
     resident = frozenset(f"c{i}" for i in range(NUM_CHUNKS))

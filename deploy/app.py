@@ -29,8 +29,8 @@ from planner import (
     CacheSmithConfig,
     DemandCurves,
     Deviation,
-    FcfsConfig,
     PolicyConfig,
+    QueueLimits,
     ServingProfile,
     Signal,
     SlackPlannerConfig,
@@ -140,7 +140,7 @@ def policy_config(settings: Settings) -> PolicyConfig:
     return PolicyConfig(
         name=scheduler.policy,
         rules=CacheSmithConfig(
-            limits=FcfsConfig(
+            limits=QueueLimits(
                 max_batch_requests=scheduler.max_batch_requests,
                 max_batch_tokens=scheduler.max_batch_tokens,
                 max_waiting=scheduler.max_waiting,

@@ -20,9 +20,9 @@ from planner.recompute_planner import (
 )
 from planner.scheduler import (
     BatchDecision,
-    FcfsConfig,
     FcfsScheduler,
     QueueFullError,
+    QueueLimits,
     RefusalReason,
     RefusedRequest,
     ReplicaState,
@@ -75,7 +75,6 @@ __all__ = [
     "Deviation",
     "EngineInfo",
     "EngineLoad",
-    "FcfsConfig",
     "FcfsScheduler",
     "LayerTimes",
     "Link",
@@ -91,6 +90,7 @@ __all__ = [
     "PrefillShape",
     "PrefillTimings",
     "QueueFullError",
+    "QueueLimits",
     "RagRequest",
     "RecomputeConfig",
     "RecomputePlanner",

@@ -21,8 +21,8 @@ from planner.queue_projection import QueueProjection
 from planner.recompute_planner import RecomputePlanner
 from planner.scheduler import (
     BatchDecision,
-    FcfsConfig,
     JudgedBatch,
+    QueueLimits,
     ReplicaState,
     plan_input,
     room_tokens,
@@ -55,7 +55,7 @@ class CacheSmithConfig:
     replicas become free and it fits one of them.
     """
 
-    limits: FcfsConfig = field(default_factory=FcfsConfig)
+    limits: QueueLimits = field(default_factory=QueueLimits)
     bucket_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16_384)  # of context, closed
     max_rounds: int = 16
     late_every: int = 16

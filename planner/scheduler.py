@@ -151,7 +151,9 @@ def plan_input(profile: RequestProfile, replica: ReplicaState) -> PlanInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FcfsConfig:
+class QueueLimits:
+    """Of every policy: what a batch and the queue hold at most."""
+
     max_batch_requests: int = 8
     max_batch_tokens: int = 16_384
     max_waiting: int = 256
@@ -183,7 +185,7 @@ class FcfsScheduler:
     so nobody is passed over by a younger request of its own kind.
     """
 
-    def __init__(self, config: FcfsConfig, planner: RecomputePlanner) -> None:
+    def __init__(self, config: QueueLimits, planner: RecomputePlanner) -> None:
         self._config = config
         self._planner = planner
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()

@@ -10,7 +10,7 @@ from planner.budget_planner import BudgetPlanner, BudgetPlannerConfig
 from planner.demand import DemandCurves
 from planner.policies import ADAPTIVE, CUSTOM, STATIC_POLICIES
 from planner.recompute_planner import BudgetBand, SlackPlannerConfig
-from planner.scheduler import FcfsConfig, SloScheduler
+from planner.scheduler import QueueLimits, SloScheduler
 from planner.scheduler_policies import (
     CACHESMITH,
     CACHESMITH_STATIC,
@@ -106,7 +106,7 @@ class PolicySpec(Part):
             curves,
         )
 
-    def scheduler_of(self, planner: BudgetPlanner, limits: FcfsConfig) -> SloScheduler:
+    def scheduler_of(self, planner: BudgetPlanner, limits: QueueLimits) -> SloScheduler:
         """A production scheduler."""
         if self.max_batch_requests is not None:
             most = min(self.max_batch_requests, limits.max_batch_requests)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from planner.scheduler import FcfsConfig
+from planner.scheduler import QueueLimits
 from planner.simulator.arrivals import Arrivals, PoissonArrivals
 from planner.simulator.autoscaling import FixedSize, Sizing
 from planner.simulator.hardware import MACHINES
@@ -75,8 +75,8 @@ class LimitsSpec(Part):
     max_wait_ms: Positive = 120_000.0
 
     @property
-    def fcfs(self) -> FcfsConfig:
-        return FcfsConfig(
+    def fcfs(self) -> QueueLimits:
+        return QueueLimits(
             max_batch_requests=self.max_batch_requests,
             max_batch_tokens=self.max_batch_tokens,
             max_waiting=self.max_waiting,

@@ -23,7 +23,7 @@ from cluster.config import (
     scheduler_address,
 )
 from cluster.deployments import cluster_app
-from planner import CacheSmithConfig, FcfsConfig, PolicyConfig
+from planner import CacheSmithConfig, PolicyConfig, QueueLimits
 from tests.fakes.byte_tokenizer import write_model_dir
 from tests.fakes.fake_engine import FakeEngineConfig
 
@@ -103,7 +103,7 @@ def free_port() -> int:
 
 def fake_app(server: Server, *, num_replicas: int) -> Application:
     """Small queue, small batches, the fake engine."""
-    limits = FcfsConfig(max_waiting=8, max_batch_requests=4)
+    limits = QueueLimits(max_waiting=8, max_batch_requests=4)
     scheduler = SchedulerConfig(policy=PolicyConfig(rules=CacheSmithConfig(limits=limits)))
     return cluster_app(
         ClusterConfig(

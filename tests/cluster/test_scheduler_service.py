@@ -19,9 +19,9 @@ from planner import (
     DemandCurves,
     EngineInfo,
     EngineLoad,
-    FcfsConfig,
     Link,
     PolicyConfig,
+    QueueLimits,
     RequestProfile,
     Ticket,
     build_scheduler,
@@ -86,7 +86,7 @@ class Bench:
 
     def __init__(self, *, rules: dict[str, Any] | None = None, **config: Any) -> None:
         self.clock = FakeClock()
-        limits = FcfsConfig(max_waiting=4, max_batch_requests=3)
+        limits = QueueLimits(max_waiting=4, max_batch_requests=3)
         policy = PolicyConfig(rules=CacheSmithConfig(limits=limits, **(rules or {})))
         settings = SchedulerConfig(policy=policy, gather_ms=0.0, **config).for_model(4)
         assert settings.demand is not None

@@ -9,9 +9,9 @@ from planner import (
     ChunkRef,
     CostModel,
     Deviation,
-    FcfsConfig,
     FcfsScheduler,
     QueueFullError,
+    QueueLimits,
     RecomputeConfig,
     ReplicaState,
     RequestProfile,
@@ -31,7 +31,7 @@ COST = CostModel(
 
 
 def scheduler(**config):
-    return FcfsScheduler(FcfsConfig(**config), SlackPlanner(SlackPlannerConfig()))
+    return FcfsScheduler(QueueLimits(**config), SlackPlanner(SlackPlannerConfig()))
 
 
 def profile(name, *, chunks=("a", "b"), tokens=300, slo=2000.0, policy="adaptive", elapsed=0.0):

@@ -6,7 +6,7 @@ import pytest
 
 from planner.batch_choice import CacheSmithConfig
 from planner.policies import FULL_PREFILL, STATIC_POLICIES
-from planner.scheduler import FcfsConfig, plan_input
+from planner.scheduler import QueueLimits, plan_input
 from planner.slo_scheduler import CacheSmithScheduler
 from planner.timeline import Link
 from tests.planner.scheduler_worlds import COST, ConcavePlanner, profile, replica
@@ -15,7 +15,7 @@ PLANNER = ConcavePlanner()
 
 
 def queue_of(*profiles):
-    made = CacheSmithScheduler(CacheSmithConfig(limits=FcfsConfig(max_waiting=10_000)), PLANNER)
+    made = CacheSmithScheduler(CacheSmithConfig(limits=QueueLimits(max_waiting=10_000)), PLANNER)
     for waiting in profiles:
         made.submit(waiting, now_ms=0.0)
     return made

@@ -13,9 +13,9 @@ from planner.policies import FULL_PREFILL, STATIC_POLICIES
 from planner.recompute_planner import SlackPlannerConfig
 from planner.scheduler import (
     EdfScheduler,
-    FcfsConfig,
     FcfsScheduler,
     QueueFullError,
+    QueueLimits,
     RefusalReason,
     plan_input,
 )
@@ -45,7 +45,7 @@ PLANNER = ConcavePlanner()
 
 
 def scheduler(*, planner=PLANNER, limits=None, **rules):
-    config = CacheSmithConfig(limits=FcfsConfig(**(limits or {})), **rules)
+    config = CacheSmithConfig(limits=QueueLimits(**(limits or {})), **rules)
     return CacheSmithScheduler(config, planner)
 
 
@@ -619,7 +619,7 @@ def test_the_ablation_sets_its_coverage_to_meet_the_budget():
 
 
 def test_edf_runs_the_whole_queue_in_order_of_deadline():
-    queue = EdfScheduler(FcfsConfig(max_batch_requests=1), slack_planner())
+    queue = EdfScheduler(QueueLimits(max_batch_requests=1), slack_planner())
     for i, slo in enumerate([900.0, 300.0, 600.0]):
         queue.submit(profile(f"q{i}", slo=slo), now_ms=0.0)
     _, decisions = run_to_the_end(queue, [replica()])
