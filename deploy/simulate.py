@@ -12,15 +12,13 @@ from typing import Any
 import yaml
 
 from deploy.console import fail, say
+from deploy.simulation_report import all_assumptions, report
 from planner.simulator import (
-    BEST_STATIC,
     Experiment,
     Row,
     Setting,
     Summary,
-    assumptions,
     compare,
-    own_best_static,
     parse_experiment,
     run_setting,
     settings_of,
@@ -40,18 +38,6 @@ examples:
   cachesmith simulate --config benchmarks/experiments/settings_96.yaml --jobs 2 --out 96.json
   cachesmith simulate --config benchmarks/experiments/bandwidth.yaml --plots plots/
 """
-# column, field of a summary, format
-_COLUMNS = (
-    ("QSA", "qsa", ".3f"),
-    ("accuracy", "accuracy", ".3f"),
-    ("SLO", "slo_attainment", ".3f"),
-    ("P50 ms", "p50_ttft_ms", ".0f"),
-    ("P99 ms", "p99_ttft_ms", ".0f"),
-    ("stall", "stall_share", ".3f"),
-    ("replica s", "replica_seconds", ".0f"),
-    ("refused", "refused", ".0f"),
-    ("late", "late", ".0f"),
-)
 
 
 def add_parser(commands: Any) -> None:
@@ -86,9 +72,7 @@ def _simulate(args: argparse.Namespace) -> int:
         return fail(f"{args.config}: {exc}")
     took_s = time.monotonic() - started_s
     rows = compare(experiment, settings, runs)
-    _print(experiment, settings, rows, took_s)
-    if BEST_STATIC in experiment.policies:
-        _print_gains(experiment, settings, rows, runs)
+    report(experiment, settings, rows, runs, took_s=took_s)
     if args.out is not None:
         args.out.write_text(json.dumps(_result(experiment, settings, runs, rows), indent=1) + "\n")
         say(f"written to {args.out}")
@@ -179,68 +163,6 @@ class _Progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _print(
-    experiment: Experiment, settings: Sequence[Setting], rows: Sequence[list[Row]], took_s: float
-) -> None:
-    num = len(settings) * len(experiment.seeds)
-    say(f"SIMULATED: {experiment.name}, {num} settings × seeds in {took_s:.0f} s")
-    for line in _assumptions(settings):
-        say(f"  {line}")
-    width = max(len(row.policy) for of_setting in rows for row in of_setting)
-    for setting, of_setting in zip(settings, rows, strict=True):
-        say(f"\n{setting.name} (simulated)")
-        say(" ".join([" " * width, *(f"{name:>9}" for name, _, _ in _COLUMNS)]))
-        for row in of_setting:
-            cells = [_cell(row.values.get(field), form) for _, field, form in _COLUMNS]
-            note = f"  = {row.runs}" if row.runs != row.policy else ""
-            say(" ".join([f"{row.policy:>{width}}", *(f"{cell:>9}" for cell in cells)]) + note)
-
-
-def _assumptions(settings: Sequence[Setting]) -> list[str]:
-    """Of all settings, each once."""
-    lines = [line for setting in settings for line in assumptions(setting.scenario)]
-    return list(dict.fromkeys(lines))
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _print_gains(
-    experiment: Experiment,
-    settings: Sequence[Setting],
-    rows: Sequence[list[Row]],
-    runs: Sequence[list[dict[str, Summary]]],
-) -> None:
-    """Of the first policy over `best_static`, in all and by each axis' values."""
-    gains = []
-    for of_setting in rows:
-        qsa = {row.policy: row.values["qsa"] for row in of_setting}
-        gains.append(qsa[of_setting[0].policy] - qsa[BEST_STATIC])
-    first = rows[0][0].policy
-    won = sum(gain > 0 for gain in gains)
-    say(
-        f"\n{first} over {BEST_STATIC} (simulated): above in {won} of {len(gains)} settings, "
-        f"mean {sum(gains) / len(gains):+.3f}, worst {min(gains):+.3f}, best {max(gains):+.3f}"
-    )
-    own = [own_best_static(experiment, each)[1] for each in runs]
-    first_qsa = [of_setting[0].values["qsa"] for of_setting in rows]
-    above = sum(a > b for a, b in zip(first_qsa, own, strict=True))
-    say(f"over the static configuration that is best in each single setting: above in {above}")
-    for axis in experiment.sweep:
-        for value in axis.values:
-            some = [
-                gain
-                for gain, setting in zip(gains, settings, strict=True)
-                if setting.labels[axis.name] == value.label
-            ]
-            won = sum(gain > 0 for gain in some)
-            say(
-                f"  {axis.name} {value.label}: {sum(some) / len(some):+.3f}, "
-                f"above in {won} of {len(some)}"
-            )
-
-
 def _result(
     experiment: Experiment,
     settings: Sequence[Setting],
@@ -250,7 +172,7 @@ def _result(
     return {
         "version": 1,
         "simulated": True,
-        "assumptions": _assumptions(settings),
+        "assumptions": all_assumptions(settings),
         "experiment": experiment.model_dump(mode="json"),
         "settings": [
             {

@@ -1,4 +1,4 @@
-"""Pictures of a simulated experiment: one for each axis, QSA of every policy."""
+"""Pictures of a simulated experiment: QSA of every policy, in all and over each axis."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ _FIELDS = {"qsa": "QSA", "stall_share": "stall share"}
 def draw(
     experiment: Experiment, settings: Sequence[Setting], rows: Sequence[list[Row]], *, folder: Path
 ) -> list[Path]:
-    """Over each axis with several values, the mean of the settings that share a value."""
+    """Means: over all settings, and over each axis with several values."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for axis in experiment.sweep:
@@ -24,11 +24,9 @@ def draw(
                 path = folder / f"{experiment.name}-{_safe(axis.name)}-{field}.png"
                 _draw_axis(axis, settings, rows, field=field, name=name, path=path)
                 paths.append(path)
-    if len(settings) == 1:
-        path = folder / f"{experiment.name}-qsa.png"
-        _draw_bars(rows[0], path=path)
-        paths.append(path)
-    return paths
+    path = folder / f"{experiment.name}-qsa.png"
+    _draw_bars(rows, path=path)
+    return [*paths, path]
 
 
 def _draw_axis(
@@ -63,14 +61,20 @@ def _draw_axis(
     pyplot.close(figure)
 
 
-def _draw_bars(rows: Sequence[Row], *, path: Path) -> None:
-    figure, axes = pyplot.subplots(figsize=(7.0, 0.4 * len(rows) + 1.5))
-    names = [row.policy for row in reversed(rows)]
-    axes.barh(names, [row.values["qsa"] for row in reversed(rows)])
+def _draw_bars(rows: Sequence[list[Row]], *, path: Path) -> None:
+    names = [row.policy for row in rows[0]]
+    heights = [
+        sum(of_setting[place].values["qsa"] for of_setting in rows) / len(rows)
+        for place in range(len(names))
+    ]
+    figure, axes = pyplot.subplots(figsize=(7.0, 0.3 * len(names) + 1.5))
+    axes.barh(names[::-1], heights[::-1])
+    axes.axvline(heights[0], linewidth=0.8, linestyle="--")
     axes.set_title("simulated")
-    axes.set_xlabel("QSA")
+    axes.set_xlabel("QSA, mean of the settings")
     axes.set_xlim(0.0, 1.0)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=100, bbox_inches="tight")
     pyplot.close(figure)
 
 

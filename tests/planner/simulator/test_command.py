@@ -46,6 +46,7 @@ def test_tables_and_json_say_that_they_are_simulated(command, capsys, tmp_path):
     text = capsys.readouterr().out
     assert "demand of requests assumed" in text
     assert "SIMULATED" in text and "short (simulated)" in text and "fcfs1/cacheblend" in text
+    assert "means over 2 settings (simulated)" in text and "QSA by slo (simulated)" in text
     result = json.loads(out.read_text())
     assert result["simulated"] is True and len(result["settings"]) == 2
     first = result["settings"][0]
@@ -73,7 +74,7 @@ def test_pictures_are_drawn(command, tmp_path):
     pytest.importorskip("matplotlib")
     assert command("--plots", tmp_path / "plots") == 0
     names = sorted(path.name for path in (tmp_path / "plots").iterdir())
-    assert names == ["small-slo-qsa.png", "small-slo-stall_share.png"]
+    assert names == ["small-qsa.png", "small-slo-qsa.png", "small-slo-stall_share.png"]
 
 
 @pytest.mark.parametrize(
