@@ -57,7 +57,7 @@ def _draw_axis(
     axes.grid(alpha=0.3)
     axes.tick_params(axis="x", rotation=20 if len(labels) > 5 else 0)
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=90, bbox_inches="tight")
     pyplot.close(figure)
 
 
@@ -74,7 +74,7 @@ def _draw_bars(rows: Sequence[list[Row]], *, path: Path) -> None:
     axes.set_xlabel("QSA, mean of the settings")
     axes.set_xlim(0.0, 1.0)
     axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=100, bbox_inches="tight")
+    figure.savefig(path, dpi=90, bbox_inches="tight")
     pyplot.close(figure)
 
 

@@ -57,6 +57,7 @@ class BudgetPlannerConfig:
     band: BudgetBand = field(default_factory=BudgetBand)
     reserve: float = 0.15  # share of the budget kept for the cost model's error and the way back
     max_depths: int = 6  # rank depths to try between a signal's shallowest and deepest anchor
+    depth: int | None = None  # the only rank depth, to compare with; None: the best of all
     choose_split: bool = True  # of a depth into WarmUp and Probe; else the least WarmUp, to compare
 
     def __post_init__(self) -> None:
@@ -64,6 +65,8 @@ class BudgetPlannerConfig:
             raise ValueError(f"reserve must be within 0 and 1, got {self.reserve}")
         if self.max_depths < 1:
             raise ValueError(f"max_depths must be 1 or more, got {self.max_depths}")
+        if self.depth is not None and self.depth < 1:
+            raise ValueError(f"depth must be 1 or more, got {self.depth}")
         if self.signal in (Signal.POSITION, Signal.QCI_FINAL):
             raise ValueError(f"signal must be kv_dev, qci or auto, got {self.signal}")
 
@@ -217,6 +220,7 @@ class BudgetPlanner:
                 band=self._config.band,
                 num_layers=num_layers,
                 max_depths=self._config.max_depths,
+                depth=self._config.depth,
                 choose_split=self._config.choose_split,
             )
         return self._candidates[num_layers]

@@ -30,13 +30,16 @@ class PlanCandidates:
         band: BudgetBand,
         num_layers: int,
         max_depths: int,
+        depth: int | None = None,
         choose_split: bool = True,
     ) -> None:
-        """choose_split: else each depth has as little WarmUp as its signal allows"""
+        """depth: the only one; choose_split: else each has as little WarmUp as its signal allows"""
         self.groups = [
-            (signal, depth)
+            (signal, each)
             for signal in signals
-            for depth in rank_depths(curves.anchor_depths(signal), num_layers, max_depths)
+            for each in rank_depths(
+                curves.anchor_depths(signal) if depth is None else (depth,), num_layers, max_depths
+            )
         ]
         if not self.groups:
             raise ValueError(f"no anchor of {[*map(str, signals)]} is within {num_layers} layers")

@@ -66,6 +66,7 @@ class PolicySpec(Part):
     floor: Share = 0.05
     saturation: Share = 0.50
     max_depths: Count = 6
+    depth: Count | None = None
     choose_split: bool = True
     reserve: float = Field(default=0.15, ge=0.0, lt=1.0)
     resolve: bool = True
@@ -101,6 +102,7 @@ class PolicySpec(Part):
                 band=BudgetBand(floor=self.floor, saturation=self.saturation),
                 reserve=self.reserve,
                 max_depths=self.max_depths,
+                depth=self.depth,
                 choose_split=self.choose_split,
             ),
             curves,

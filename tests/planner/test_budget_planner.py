@@ -196,6 +196,13 @@ def test_a_slow_link_is_hidden_behind_warm_up_and_a_fast_one_leaves_probing():
     assert (made_of.requests[0].warmup_depth, made_of.requests[0].probe_len) == (1, 13)
 
 
+def test_a_fixed_depth_is_the_only_one():
+    made = planner(anchor(Signal.KV_DEV, 4, STEEP), anchor(Signal.KV_DEV, 14, STEEP), depth=9)
+    for budget_ms in (0.0, 300.0, 1e6):
+        plan = made.plan([request(8000)], budget_ms=budget_ms, cost=COST).requests[0]
+        assert plan.warmup_depth + plan.probe_len in (9, COST.num_layers)
+
+
 def test_full_prefill_runs_where_reuse_saves_nothing():
     made = planner(anchor(Signal.KV_DEV, 4, FLAT), reserve=0.1)
     dear = replace(COST, reuse_ms=0.01)  # stored KV costs more than a row through a layer
@@ -359,7 +366,7 @@ def test_bad_input_is_refused_in_words():
         replace(COST, row_ms=math.nan)
     with pytest.raises(ValueError, match="layer_bytes"):
         request(token_bytes=math.nan)
-    for field, value in (("reserve", 1.0), ("max_depths", 0)):
+    for field, value in (("reserve", 1.0), ("max_depths", 0), ("depth", 0)):
         with pytest.raises(ValueError, match=field):
             BudgetPlannerConfig(**{field: value})
 
