@@ -66,6 +66,9 @@ def _simulate(args: argparse.Namespace) -> int:
         settings = settings_of(experiment)
         if args.jobs < 1:
             raise ValueError("--jobs must be 1 or more")
+        for folder in (args.plots, args.out and args.out.parent):
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
         started_s = time.monotonic()
         runs = _run(experiment, settings, jobs=args.jobs)
     except (ValueError, OSError) as exc:

@@ -21,10 +21,10 @@ def draw(
     for axis in experiment.sweep:
         if len(axis.values) > 1:
             for field, name in _FIELDS.items():
-                path = folder / f"{experiment.name}-{_safe(axis.name)}-{field}.png"
+                path = folder / f"{_safe(experiment.name)}-{_safe(axis.name)}-{field}.png"
                 _draw_axis(axis, settings, rows, field=field, name=name, path=path)
                 paths.append(path)
-    path = folder / f"{experiment.name}-qsa.png"
+    path = folder / f"{_safe(experiment.name)}-qsa.png"
     _draw_bars(rows, path=path)
     return [*paths, path]
 
@@ -79,4 +79,4 @@ def _draw_bars(rows: Sequence[list[Row]], *, path: Path) -> None:
 
 
 def _safe(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in name)
+    return "".join(letter if letter.isalnum() or letter == "-" else "_" for letter in name)

@@ -9,16 +9,18 @@ from planner.pass_curves import Pace, Times
 from planner.waiting_table import LONGEST_ROW, NUM_FLOATS, times_of
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 NUM_SEEN = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ComingRequests:
-    """slack_ms: from now, [num]; times: of their curves"""
+    """slack_ms: from now, [num]; times: of their curves; timely: can be on time at the floor"""
 
     slack_ms: Floats
     times: Times
+    timely: Bools
 
 
 class ArrivalForecast:
@@ -55,5 +57,6 @@ class ArrivalForecast:
         steps = np.arange(num)
         places = (self._count - 1 - steps) % NUM_SEEN
         curves = self._curves.take(places, axis=1)
-        slack_ms = interval_ms * (0.5 + steps) + curves[LONGEST_ROW]
-        return ComingRequests(slack_ms, times_of(curves, pace))
+        own_ms, times = curves[LONGEST_ROW], times_of(curves, pace)
+        slack_ms = interval_ms * (0.5 + steps) + own_ms
+        return ComingRequests(slack_ms, times, own_ms >= times.floor_ms)

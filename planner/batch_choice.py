@@ -183,7 +183,7 @@ class BatchChoice:
         coming, waiting = s.coming.times, s.queue_times
         slack_ms = np.concatenate((s.queue.slack_ms, s.coming.slack_ms))
         order = slack_ms.argsort(kind="stable")
-        timely = np.concatenate((s.timely, s.coming.slack_ms >= coming.floor_ms))
+        timely = np.concatenate((s.timely, s.coming.timely))
         times = Times(np.concatenate((waiting.columns, coming.columns), axis=1).take(order, axis=1))
         projection = QueueProjection.of(
             timely.take(order),

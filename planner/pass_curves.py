@@ -32,6 +32,7 @@ NUM_SEGMENTS = len(SAMPLES) + 1
 STEPS_PER_OCTAVE = 32
 COVERAGE_STEPS = 64
 SHARE_STEPS = 8
+ONE_TOKEN = -1
 SAFE = 1.001  # of a floor's time, for what is lost between lengths and shares
 MAX_CELLS = 32_768
 AMPLE_MS = 1e12  # more than any prefill takes
@@ -151,11 +152,13 @@ class CurveBook:
         above = 1.0 if longer <= shorter else (num_tokens - shorter) / (longer - shorter)
         share = min(1.0, max(0, num_cached) / (num_tokens - 1))
         at = math.ceil(share * SHARE_STEPS - 1e-9)
+        # with a single stored token, rows are selected ones, which cost what they do with more
+        less = max(0, at - 1) if at != 1 else ONE_TOKEN
         above_share = 1.0 - (at - share * SHARE_STEPS)
         corners = [
             (self._cell(length, each, policy, config), by_length * by_share)
             for length, by_length in ((shorter, 1.0 - above), (longer, above))
-            for each, by_share in ((max(0, at - 1), 1.0 - above_share), (at, above_share))
+            for each, by_share in ((less, 1.0 - above_share), (at, above_share))
         ]
         cold = [self._cell(length, 0, policy, config) for length in (shorter, longer)]
         return _blend(corners, cold, above=above)
@@ -163,13 +166,13 @@ class CurveBook:
     def _cell(
         self, length: int, share: int, policy: str, config: RecomputeConfig | None
     ) -> RequestCurve:
-        """share: of the prompt that is stored, in steps; all but one token at the most"""
+        """share: of the prompt that is stored, in steps up to all tokens but one; or `ONE_TOKEN`"""
         key = (policy, config, length, share)
         if key not in self._cells:
             if len(self._cells) >= MAX_CELLS:
                 self._cells.clear()
                 self._slow_links.clear()
-            num_cached = round((length - 1) * share / SHARE_STEPS)
+            num_cached = 1 if share == ONE_TOKEN else round((length - 1) * share / SHARE_STEPS)
             self._cells[key] = self._measure(
                 _input(length, num_cached, policy, config),
                 *self._slow_link(length, policy, config),
@@ -268,7 +271,11 @@ def _blend(
         probed += weight * curve.probed
         loaded += weight * curve.loaded
     (shorter, _), (longer, _) = corners[1], corners[3]
-    exact_ms = (1.0 - above) * shorter.exact_ms if above < 1.0 else 0.0
+    exact_ms = sum(
+        weight * curve.exact_ms
+        for curve, weight in ((shorter, 1.0 - above), (longer, above))
+        if weight > 0.0
+    )
     stretch = rise_ms / longer.rise_ms if longer.rise_ms > 0.0 else 0.0
     return RequestCurve(
         floor_ms=SAFE * floor_ms,
@@ -276,7 +283,7 @@ def _blend(
         segments=tuple([(stretch * ms, passes) for ms, passes in longer.segments]),
         rise_ms=rise_ms,
         cold_ms=(1.0 - above) * cold[0].floor_ms + above * cold[1].floor_ms,
-        exact_ms=exact_ms + above * longer.exact_ms,
+        exact_ms=exact_ms,
         last_ms=longer.last_ms,
         probed=probed,
         loaded=loaded,

@@ -27,6 +27,7 @@ from planner.timeline import Link
 from planner.types import Signal
 
 NOISE_AT_ONCE = 1_024
+MAX_ATTEMPTS = 3  # replicas tried before the first token, as an ingress does
 
 
 class Cell:
@@ -55,6 +56,7 @@ class Cell:
         self._machine = machine
         self._fleet = fleet
         self._limits = limits
+        self._capacity = fleet.kv_tokens or machine.kv_capacity_tokens
         self._entropy_accuracy = entropy_accuracy
         self._rng = rng
         self._slowness: list[float] = []
@@ -75,7 +77,11 @@ class Cell:
     # --- requests ----------------------------------------------------------------------------
 
     def submit(self, request: SimRequest) -> None:
+        """A prompt that no replica can ever hold is refused, whatever the policy."""
         now = self._events.now_ms()
+        if request.profile.num_prompt_tokens > self._capacity:
+            self._outcomes.end(request.idx, Ending.REFUSED, now_ms=now)
+            return
         try:
             self._scheduler.submit(request.profile, now_ms=now)
         except QueueFullError:
@@ -88,12 +94,22 @@ class Cell:
         self.dispatch_in(self._limits.gather_ms)
 
     def readmit(self, replica: SimReplica) -> None:
-        """As their ingresses do with the requests of a replica that is lost; the deadlines stay."""
+        """As their ingresses do with the requests of a replica that is lost; the deadlines stay.
+
+        Who has its first token, or has been on `MAX_ATTEMPTS` replicas, fails.
+        """
         now = self._events.now_ms()
-        if replica.batch is not None:
-            self._prefilling_gauge.add(-len(replica.batch.members), now_ms=now)
+        batch = replica.batch
+        if batch is not None:
+            self._prefilling_gauge.add(-len(batch.members), now_ms=now)
             replica.batch = None
+            self._book(batch, share=(now - batch.started_ms) / batch.run.total_ms)
         for request in replica.active.values():
+            request.attempts += 1
+            has_begun = not np.isnan(self._outcomes.ttft_ms[request.idx])
+            if has_begun or request.attempts >= MAX_ATTEMPTS:
+                self._outcomes.end(request.idx, Ending.FAILED, now_ms=now)
+                continue
             elapsed_ms = now - float(self._outcomes.arrival_ms[request.idx])
             request.profile = replace(request.profile, elapsed_ms=elapsed_ms)
             self._outcomes.num_readmitted += 1
@@ -170,22 +186,21 @@ class Cell:
             layer_bytes=layer_bytes,
             link=link,
             cost=self._machine.cost,
+            known=replica.cost,
             slowness=self._next_slowness(),
             pause_ms=replica.pause_ms,
         )
         batch = RunningBatch(
             members,
             plans,
-            run.coverages,
+            run,
+            started_ms=now,
             expected_end_ms=now + decision.plan.expected_ms,
-            slowdown=run.busy_ms / run.alone_ms,
         )
         replica.begin(batch)
         self.board.changed(replica)
         self._prefilling_gauge.add(len(members), now_ms=now)
         self._outcomes.num_batches += 1
-        self._outcomes.prefill_ms += run.total_ms
-        self._outcomes.stall_ms += run.stall_ms
         seen = None if link is None else link.bytes_per_ms
         replica.observe_link(seen, loaded=loaded, stored=stored)
         cached_tokens = [shape.num_cached for shape in shapes]
@@ -211,11 +226,14 @@ class Cell:
         now = self._events.now_ms()
         self._prefilling_gauge.add(-len(batch.members), now_ms=now)
         replica.ends(batch)
+        self._book(batch)
         num_layers = self._machine.cost.num_layers
         signal = batch.plans[0].signal
         if signal is Signal.AUTO:
             signal = late_choice(batch.members, self._entropy_accuracy)
-        members: Any = zip(batch.members, batch.plans, batch.coverages, cached_tokens, strict=True)
+        members: Any = zip(
+            batch.members, batch.plans, batch.run.coverages, cached_tokens, strict=True
+        )
         for request, plan, coverage, num_cached in members:
             passed = is_enough(
                 request,
@@ -231,6 +249,11 @@ class Cell:
                 replica.node.keep(request.profile.chunks)
             self._decode(replica, replica.prefilled(request))
         self._freed(replica)
+
+    def _book(self, batch: RunningBatch, *, share: float = 1.0) -> None:
+        """share: of the prefill, that has been run"""
+        self._outcomes.prefill_ms += share * batch.run.total_ms
+        self._outcomes.stall_ms += share * batch.run.stall_ms
 
     def _decode(self, replica: SimReplica, begun: list[SimRequest]) -> None:
         for request in begun:

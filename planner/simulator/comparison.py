@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.scheduler_policies import EDF, FCFS
 from planner.simulator.experiment import Experiment, Setting
 from planner.simulator.outcomes import Summary
 from planner.simulator.policies import BEST_STATIC
@@ -58,8 +59,12 @@ def own_best_static(experiment: Experiment, runs: Runs) -> tuple[str, float]:
 
 def _static_names(experiment: Experiment, runs: Runs) -> list[str]:
     """All that ran, but those whose planner or scheduler chooses."""
-    adaptive = {spec.name for spec in experiment.policy_specs if spec.request_config is None}
-    return [name for name in runs[0] if name not in adaptive]
+    choosing = {
+        spec.name
+        for spec in experiment.policy_specs
+        if spec.request_config is None or spec.scheduler not in (FCFS, EDF)
+    }
+    return [name for name in runs[0] if name not in choosing]
 
 
 def _best_static(

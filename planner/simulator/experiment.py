@@ -32,6 +32,13 @@ class Axis(Part):
     name: str
     values: Annotated[tuple[AxisValue, ...], Field(min_length=1)]
 
+    @model_validator(mode="after")
+    def _labels_differ(self) -> "Axis":
+        labels = [value.label for value in self.values]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"two values of {self.name!r} have the same label")
+        return self
+
 
 class QuickRun(Part):
     """What `--quick` does instead: fewer requests, and the first values of each axis."""

@@ -51,7 +51,8 @@ class Fleet:
         self._cells: list[Cell] = []
         self._floors: dict[tuple[int, int], float] = {}
         self._arrived_ms = 0.0  # floor-cost work since the latest look
-        self._enough_until_ms = 0.0
+        sizing = spec.sizing
+        self._enough_until_ms = 0.0 if isinstance(sizing, FixedSize) else sizing.calm_s * 1e3
 
     def open(self, cells: list[Cell]) -> None:
         """All replicas are up at time 0. cells: their schedulers; each gets every so many-th."""
@@ -65,11 +66,11 @@ class Fleet:
             self._events.after(sizing.period_s * 1e3, self._look)
 
     def submit(self, request: SimRequest) -> None:
-        """To the scheduler with the shortest queue."""
+        """To the scheduler with the shortest queue; of equals, to that with more free replicas."""
         if not isinstance(self._spec.sizing, FixedSize):
             self._arrived_ms += self._floor_ms(request)
         cells = self._cells
-        cell = cells[0] if len(cells) == 1 else min(cells, key=lambda cell: cell.num_waiting)
+        cell = cells[0] if len(cells) == 1 else min(cells, key=_crowding)
         cell.submit(request)
 
     def tick(self) -> None:
@@ -210,3 +211,8 @@ class Fleet:
             asked = PlanInput(shape=shape, policy=request.profile.policy, config=config)
             self._floors[key] = self._planner.floor_ms([asked], self._machine.cost)
         return self._floors[key]
+
+
+def _crowding(cell: Cell) -> tuple[bool, int]:
+    """Of a scheduler; one without any replica is the last to go to."""
+    return not len(cell.board), cell.num_waiting - cell.board.num_free

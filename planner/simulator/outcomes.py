@@ -20,6 +20,7 @@ class Ending(IntEnum):
     ANSWERED = 1
     REFUSED = 2  # queue full, hopeless or impossible
     CANCELLED = 3  # waited too long
+    FAILED = 4  # lost with a replica, after its first token or once too often
 
 
 class Summary(Part):
@@ -36,6 +37,7 @@ class Summary(Part):
     answered: int
     refused: int
     cancelled: int
+    failed: int
     late: int
     qsa: float
     accuracy: float
@@ -112,6 +114,7 @@ class Outcomes:
             answered=num_answered,
             refused=int((self.ending == Ending.REFUSED).sum()),
             cancelled=int((self.ending == Ending.CANCELLED).sum()),
+            failed=int((self.ending == Ending.FAILED).sum()),
             late=num_answered - int(on_time.sum()),
             qsa=float(good.mean()),
             accuracy=float(self.passed[answered].mean()) if num_answered else 0.0,

@@ -33,12 +33,14 @@ def run_prefill(
     layer_bytes: float,
     link: Link | None,
     cost: CostModel,
+    known: CostModel | None = None,
     slowness: float,
     pause_ms: float = 0.0,
 ) -> PrefillRun:
     """The first tokens of the batch come at `total_ms`.
 
     layer_bytes: of the batch's stored KV in one layer, as far as the link has to bring it
+    cost: of the machine as it is; known: what the engine solves coverages with; None: the same
     slowness: how much longer this batch computes than `cost` says; pause_ms: behind each layer, in
     which others decode
 
@@ -72,7 +74,7 @@ def run_prefill(
             time_left_ms=first.target_ms - probed_ms,
             arrivals_ms=[max(0.0, at - probed_ms) for at in arrivals]
             or [0.0] * (cost.num_layers - w),
-            cost=cost,
+            cost=known or cost,
         )
         if solved != coverages:
             coverages = solved

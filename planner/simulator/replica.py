@@ -4,10 +4,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.cost_model import CostModel
 from planner.scheduler import ReplicaState
 from planner.simulator.chunk_store import Node
 from planner.simulator.demand_truth import DemandTruth
 from planner.simulator.hardware import Machine
+from planner.simulator.prefill import PrefillRun
 from planner.simulator.scenario import FleetSpec
 from planner.timeline import Link
 from planner.types import RequestPlan, RequestProfile
@@ -28,19 +30,20 @@ class SimRequest:
     difficulty: float
     taste: float
     vote: float
+    attempts: int = 0  # replicas that were lost with it
     since_ms: float = 0.0  # when it was submitted, the last time
     tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class RunningBatch:
-    """slowdown: how much longer it computes than on an undisturbed machine"""
+    """run: how it goes"""
 
     members: Sequence[SimRequest]
     plans: Sequence[RequestPlan]
-    coverages: Sequence[float]
+    run: PrefillRun
+    started_ms: float
     expected_end_ms: float
-    slowdown: float
 
 
 class SimReplica:
@@ -66,11 +69,18 @@ class SimReplica:
         self._parked: deque[SimRequest] = deque()
         self._cost = machine.cost
         self._token_bytes = machine.kv_token_bytes
-        self._loaded_share = 1.0  # of stored tokens, those that came over the link
+        # of stored tokens, those that came over the link: now, and as last told
+        self._share = self._loaded_share = 1.0
+        self._speed = 0.0  # of the link, bytes per ms
         self._link: Link | None = None
         if node.redis is not None:
-            bytes_per_ms = node.link.capacity(now_ms)
-            self._link = Link(bytes_per_ms=bytes_per_ms, latency_ms=spec.link_latency_ms)
+            self._speed = node.link.capacity(now_ms)
+            self._link = Link(bytes_per_ms=self._speed, latency_ms=spec.link_latency_ms)
+
+    @property
+    def cost(self) -> CostModel:
+        """As the replica knows it: prices that follow what prefills take."""
+        return self._cost
 
     @property
     def is_idle(self) -> bool:
@@ -104,17 +114,23 @@ class SimReplica:
         """What a batch has seen. loaded, stored: tokens that came over the link, and all stored."""
         if self._link is None or stored == 0:
             return
-        share = self._loaded_share + LINK_WEIGHT * (loaded / stored - self._loaded_share)
-        known = self._link.bytes_per_ms
-        seen = known if bytes_per_ms is None else known + LINK_WEIGHT * (bytes_per_ms - known)
-        if abs(seen / known - 1.0) > LINK_CHANGE or abs(share - self._loaded_share) > LINK_CHANGE:
-            self._loaded_share = share
-            self._link = Link(bytes_per_ms=seen, latency_ms=self._link.latency_ms)
+        self._share += LINK_WEIGHT * (loaded / stored - self._share)
+        if bytes_per_ms is not None:
+            self._speed += LINK_WEIGHT * (bytes_per_ms - self._speed)
+        is_news = abs(self._speed / self._link.bytes_per_ms - 1.0) > LINK_CHANGE
+        if is_news or abs(self._share - self._loaded_share) > LINK_CHANGE * self._loaded_share:
+            self._loaded_share = self._share
+            self._link = Link(bytes_per_ms=self._speed, latency_ms=self._link.latency_ms)
 
     def ends(self, batch: RunningBatch) -> None:
-        """Its prefill is over; how long it computed moves the cost, as in an engine."""
+        """Its prefill is over; if it waited for no KV, its time moves the cost, as in an engine."""
         self.batch = None
-        self._cost = self._cost.observed(1.0, batch.slowdown, plan_scale=1.0, weight=COST_WEIGHT)
+        run = batch.run
+        if run.stall_ms > 0.0:
+            return
+        self._cost = self._cost.observed(
+            run.alone_ms, run.total_ms, plan_scale=1.0, weight=COST_WEIGHT
+        )
 
     @property
     def pause_ms(self) -> float:

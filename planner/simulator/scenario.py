@@ -53,6 +53,14 @@ class FleetSpec(Part):
     def _fits_together(self) -> "FleetSpec":
         if self.schedulers > self.replicas:
             raise ValueError(f"schedulers must be {self.replicas} or less, as replicas")
+        sizing = self.sizing
+        if not isinstance(sizing, FixedSize) and self.schedulers > sizing.min_replicas:
+            raise ValueError(f"schedulers must be {sizing.min_replicas} or less, as min_replicas")
+        if self.redis_tokens and self.redis_tokens < self.host_tokens:
+            raise ValueError("redis_tokens must be 0, or host_tokens or more")
+        for _, number in self.faults.deaths:
+            if number >= self.replicas:
+                raise ValueError(f"faults.deaths: there is no replica {number}")
         if list(self.link_steps) != sorted(self.link_steps):
             raise ValueError("link_steps must rise in time")
         return self
@@ -156,6 +164,14 @@ class Scenario(Part):
     models: Annotated[tuple[ModelSpec, ...], Field(min_length=1)] = (ModelSpec(),)
     limits: LimitsSpec = LimitsSpec()
     entropy_accuracy: Share = 0.8
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "Scenario":
+        for what, named in (("tasks", self.task_specs), ("models", self.models)):
+            names = [each.name for each in named]
+            if len(set(names)) < len(names):
+                raise ValueError(f"{what}: two have the same name")
+        return self
 
     @property
     def task_specs(self) -> tuple[TaskSpec, ...]:

@@ -86,12 +86,18 @@ def make_workload(scenario: Scenario, machines: list[Machine], *, seed: int) -> 
             picks = _draw_chunks(specs, task, sizes, firsts, rng)
     else:
         picks = _draw_chunks(specs, task, sizes, firsts, rng)
-    full_ms = np.array(
-        [[m.full_prefill_ms(spec.mean_prompt_tokens) for spec in specs] for m in machines]
-    )[model, task]
+    starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    mean_tokens = np.array([spec.mean_prompt_tokens for spec in specs])[task]
+    if traced and isinstance(arrivals, TraceArrivals) and arrivals.lengths == "trace":
+        tokens = np.array([chunk.num_tokens for chunk in corpus])[picks]
+        context = np.diff(np.concatenate([[0], np.cumsum(tokens)])[starts])
+        mean_tokens = np.full(count, round(float((prefix + context + suffix).mean())))
+    full_ms = _full_prefill_ms(machines, model, mean_tokens)
     slo = scenario.slo
     return Workload(
-        arrival_ms=_times_ms(scenario, traced, count, float(full_ms.mean()), seed),
+        arrival_ms=_times_ms(
+            scenario, traced, count, _capacity_per_s(scenario, model, full_ms), seed
+        ),
         slo_ms=np.full(count, slo.ms) if slo.ms else (slo.times_full_prefill or 1.0) * full_ms,
         task=task,
         model=model,
@@ -101,19 +107,38 @@ def make_workload(scenario: Scenario, machines: list[Machine], *, seed: int) -> 
         prefix=prefix,
         suffix=suffix,
         output=output,
-        starts=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]),
+        starts=starts,
         picks=picks,
         corpus=corpus,
         popular=popular,
     )
 
 
+def _full_prefill_ms(
+    machines: list[Machine], model: NDArray[np.int8], num_tokens: NDArray[np.int64]
+) -> Floats:
+    """Of a prompt of so many tokens, alone on each request's machine, [num_requests]."""
+    full_ms = np.empty(len(model))
+    for number, machine in enumerate(machines):
+        for tokens in np.unique(num_tokens[model == number]).tolist():
+            full_ms[(model == number) & (num_tokens == tokens)] = machine.full_prefill_ms(tokens)
+    return full_ms
+
+
+def _capacity_per_s(scenario: Scenario, model: NDArray[np.int8], full_ms: Floats) -> float:
+    """Requests that full prefill alone could take, by the model whose replicas are busiest."""
+    return min(
+        1e3 * spec.fleet.replicas * len(model) / float(full_ms[model == number].sum())
+        for number, spec in enumerate(scenario.models)
+        if (model == number).any()
+    )
+
+
 def _times_ms(
-    scenario: Scenario, traced: list[TracedRequest], count: int, full_ms: float, seed: int
+    scenario: Scenario, traced: list[TracedRequest], count: int, capacity_per_s: float, seed: int
 ) -> Floats:
     load, arrivals = scenario.load, scenario.arrivals
-    num_replicas = sum(model.fleet.replicas for model in scenario.models)
-    rate_per_s = load.rate_per_s or (load.of_full_prefill or 1.0) * num_replicas * 1e3 / full_ms
+    rate_per_s = load.rate_per_s or (load.of_full_prefill or 1.0) * capacity_per_s
     if not isinstance(arrivals, TraceArrivals):
         rng = stream(seed, Purpose.ARRIVALS)
         return arrival_times_ms(arrivals, count=count, rate_per_s=rate_per_s, rng=rng)

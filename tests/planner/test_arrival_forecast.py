@@ -57,6 +57,12 @@ def test_those_who_come_are_like_those_who_came():
     assert coming.times.floor_ms[1] == coming.times.floor_ms[2] < coming.times.floor_ms[0]
 
 
+def test_who_is_hopeless_from_the_start_does_not_count():
+    made = forecast([10.0 * i for i in range(NUM_SEEN)], tokens=3000, slo=50.0)
+    coming = made.coming(16, now_ms=10.0 * NUM_SEEN, pace=Pace())
+    assert coming.slack_ms[-1] > 50.0 and not coming.timely.any()
+
+
 def chosen_after(interval_ms, **rules):
     """The plan of a patient request that comes after others, which came so often."""
     queue = CacheSmithScheduler(CacheSmithConfig(**rules), PLANNER)

@@ -1,5 +1,6 @@
 """What time is worth to a request, against the planner that the curves stand for."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -74,6 +75,24 @@ def test_curves_follow_the_planner():
     before = PLANNER.num_plans
     book.curve(3051, 3000, policy="adaptive", config=None)
     assert PLANNER.num_plans == before  # of a length like an earlier one
+
+
+@pytest.mark.parametrize("name", ["cacheblend", "full_reuse", "prophetkv"])
+def test_floors_of_configurations_hold_for_a_few_stored_tokens(name):
+    config, dearer = STATIC_POLICIES[name], replace(COST, selected_pair_ms=3 * COST.pair_ms)
+    book = CurveBook(BUDGETS, planned_passes, dearer, reserve=0.0)
+    for tokens, cached in ((9_001, 1), (9_001, 100), (9_001, 450), (9_001, 4_000), (1_003, 900)):
+        curve = book.curve(tokens, cached, policy=name, config=config)
+        asked = profile(
+            "q",
+            chunks=partly_stored(tokens - 50, cached).chunks,
+            policy=name,
+            config=config,
+        )
+        request = [plan_input(asked, replica(resident=frozenset(["hot"])))]
+        floor = BUDGETS.plan(request, budget_ms=0.0, cost=dearer)
+        assert curve.floor_ms == pytest.approx(floor.expected_ms, rel=0.03)
+        assert not math.isnan(curve.exact_ms)
 
 
 def test_nobody_passes_more_than_once():

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planner.simulator import compare, parse_experiment, run_setting, settings_of
+from planner.simulator import (
+    compare,
+    own_best_static,
+    parse_experiment,
+    run_setting,
+    settings_of,
+)
 from planner.simulator.policies import PolicySpec, named_policy
 
 RAW = {
@@ -64,6 +70,19 @@ def test_every_combination_is_a_setting():
             "no models.1.name",
         ),
         (lambda raw: raw.update(best_static_by=["cv"]), "'cv' is no axis"),
+        (lambda raw: raw["sweep"][0]["values"][1].update(label="short"), "the same label"),
+        (
+            lambda raw: raw["base"]["models"][0]["fleet"].update(faults={"deaths": [[1.0, 9]]}),
+            "there is no replica 9",
+        ),
+        (
+            lambda raw: raw["base"]["models"][0]["fleet"].update(host_tokens=9, redis_tokens=5),
+            "redis_tokens must be 0, or host_tokens or more",
+        ),
+        (
+            lambda raw: raw["base"]["models"].append(dict(raw["base"]["models"][0])),
+            "models: two have the same name",
+        ),
         (
             lambda raw: raw.update(policies=[{"name": "x", "runs": "custom"}]),
             "static is given if and only if",
@@ -95,6 +114,19 @@ def test_best_static_is_one_configuration_for_all_settings_that_agree():
         total = sum(rows[place][-1].values["qsa"] for place in places)
         for name in runs[0][0]:
             assert total >= sum(runs[place][0][name].qsa for place in places) - 1e-9
+
+
+def test_best_static_is_chosen_among_what_chooses_nothing():
+    raw = {**RAW, "policies": ["cachesmith", "slo/prophetkv", "edf/epic", "best_static"]}
+    experiment = parse_experiment(raw)
+    setting = settings_of(experiment)[0]
+    run = run_setting(experiment, setting, seed=1)
+    perfect = {
+        name: found.model_copy(update={"qsa": 1.0 if name == "slo/prophetkv" else 0.1})
+        for name, found in run.items()
+    }
+    chosen, qsa = own_best_static(experiment, [perfect])
+    assert chosen not in ("cachesmith", "slo/prophetkv") and qsa == 0.1
 
 
 def test_a_quick_run_is_smaller():

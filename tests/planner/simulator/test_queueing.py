@@ -79,7 +79,8 @@ def test_every_request_ends_once(fleet, policy):
     simulation = run(settings, policy)
     outcomes, found = simulation.outcomes, summary(simulation)
     assert (outcomes.ending != Ending.NONE).all()  # `Outcomes.end` refuses a second end
-    assert found.answered + found.refused + found.cancelled == found.num_requests == 120
+    ended = found.answered + found.refused + found.cancelled + found.failed
+    assert ended == found.num_requests == 120
     answered = outcomes.ending == Ending.ANSWERED
     assert not np.isnan(outcomes.ttft_ms[answered]).any()
     assert (outcomes.ended_ms >= outcomes.arrival_ms).all()

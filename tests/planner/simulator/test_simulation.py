@@ -2,14 +2,17 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from planner import Link, PrefillShape, RequestPlan, Signal, arrivals_ms, layer_times, run_timeline
-from planner.simulator import MACHINES
+from planner.simulator import MACHINES, Ending, FleetSpec
+from planner.simulator.chunk_store import LruTier, Node, NodeLink
 from planner.simulator.prefill import run_prefill
+from planner.simulator.replica import SimReplica
 from tests.planner.simulator.scenarios import run, scenario, summary
 
 COST = MACHINES["qwen3-8b-h200"].cost
@@ -201,3 +204,58 @@ def test_decoding_slows_prefills_and_the_costs_follow():
     assert scales[None] == pytest.approx(1.0)
     assert 1.05 < scales[4] < scales[1]
     assert p50[None] < p50[4] < p50[1]
+
+
+def test_coverages_are_solved_with_the_prices_that_the_replica_has_learned():
+    plan = plans(0.2, band=(0.05, 0.5), target_ms=900.0)
+    common = {"layer_bytes": 0.0, "link": None, "cost": COST, "slowness": 1.5}
+    known = run_prefill(plan, SHAPES, known=replace(COST, scale=1.5), **common)
+    unknown = run_prefill(plan, SHAPES, **common)
+    assert max(known.coverages) <= max(unknown.coverages)
+    tight = plans(0.2, band=(0.05, 0.5), target_ms=1.2 * unknown.alone_ms)
+    known = run_prefill(tight, SHAPES, known=replace(COST, scale=1.5), **common)
+    unknown = run_prefill(tight, SHAPES, **common)
+    assert max(known.coverages) < max(unknown.coverages)
+    assert known.total_ms < unknown.total_ms
+
+
+def test_who_has_a_first_token_fails_with_its_replica_and_others_are_admitted_again():
+    tasks = [{"name": "t", "num_chunks": [5, 5], "output_tokens": [400, 600]}]
+    settings = scenario(
+        {"replicas": 2, "faults": {"deaths": [[4.0, 0]]}, "startup_s": 1.0},
+        tasks=tasks,
+        num_requests=300,
+    )
+    simulation = run(settings, "cachesmith")
+    outcomes, found = simulation.outcomes, summary(simulation)
+    failed = outcomes.ending == Ending.FAILED
+    assert found.failed == failed.sum() > 0 and found.num_readmitted > 0
+    assert not np.isnan(outcomes.ttft_ms[failed]).any()
+    assert found.answered + found.failed == 300
+
+
+def test_a_replica_learns_its_link_from_small_steps():
+    fleet = FleetSpec(link_gb_per_s=6.0)
+    node = Node("n", host=LruTier(0), redis=LruTier(100), link=NodeLink(fleet.link_bytes_per_ms))
+    replica = SimReplica("r", node, MACHINES["qwen3-8b-h200"], fleet, now_ms=0.0)
+    for _ in range(200):
+        replica.observe_link(5.7e6, loaded=10, stored=100)
+    state = replica.state(knows_link=True)
+    assert state.link.bytes_per_ms == pytest.approx(5.7e6, rel=0.021)
+    token_bytes = MACHINES["qwen3-8b-h200"].kv_token_bytes
+    assert state.kv_token_bytes == pytest.approx(0.1 * token_bytes, rel=0.021)
+
+
+def test_idle_schedulers_share_the_requests_and_one_without_replicas_gets_none():
+    settings = scenario(
+        {"replicas": 4, "schedulers": 2, "faults": {"deaths": [[1.0, 1], [1.0, 3]]}},
+        num_requests=200,
+    )
+    simulation = run(settings, "cachesmith")
+    assert summary(simulation).cancelled == 0
+
+
+def test_a_prompt_that_no_replica_holds_is_refused_whatever_the_policy():
+    for policy in ("fcfs/cacheblend", "cachesmith"):
+        found = summary(run(scenario({"kv_tokens": 5_500}), policy))
+        assert 0 < found.refused < 120 and found.answered + found.refused == 120
