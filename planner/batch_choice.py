@@ -1,10 +1,9 @@
 """One decision: the batch for one replica, and its budget.
 
 A candidate batch is worth its expected passes under a budget, plus those of the requests left
-waiting, and of those that are likely to come, while the replica is busy for that long
-(`QueueProjection`). A longer budget buys passes in the batch and costs passes in the queue. The
-candidates are compared by curves (`pass_curves`), the best few at more budgets, and of those the
-best few are planned for real.
+waiting while the replica is busy for that long (`QueueProjection`). A longer budget buys passes in
+the batch and costs passes in the queue. The candidates are compared by curves (`pass_curves`), the
+best few at more budgets, and of those the best few are planned for real.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from math import isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.arrival_forecast import ComingRequests
 from planner.candidate_batches import BatchLimits, candidate_batches
 from planner.pass_curves import AMPLE_MS, PassesOf, Times
 from planner.queue_projection import QueueProjection
@@ -64,7 +62,6 @@ class CacheSmithConfig:
     reserve: float = 0.0  # share of a budget that the planner keeps back
     max_exhaustive: int = 5  # up to so many requests of a kind, every subset is a candidate
     num_planned: int = 1  # candidates that are planned for real in a decision
-    num_coming: int = 16  # requests yet to come that a decision reckons with
     max_lookups: int = 32  # requests whose stored chunks are counted in a decision
     effort: int = 2_048  # candidates × waiting requests that a decision looks at, about
 
@@ -72,8 +69,6 @@ class CacheSmithConfig:
         for name in ("max_rounds", "late_every", "num_planned", "max_lookups", "effort"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if self.num_coming < 0:
-            raise ValueError(f"num_coming must be 0 or more, got {self.num_coming}")
         if not 0 <= self.max_exhaustive <= 6:
             raise ValueError(f"max_exhaustive must be within 0 and 6, got {self.max_exhaustive}")
         if not 0.0 <= self.reserve < 1.0:
@@ -87,8 +82,7 @@ class Situation:
     """What a decision starts from. Requests are named by their place in the queue.
 
     others_ms: when the other replicas are free, from now, in order.
-    times: of the requests on the chosen replica; queue_times: on the slowest one; coming: requests
-    that are likely to come, on that one too.
+    times: of the requests on the chosen replica; queue_times: on the slowest one.
     timely: can be on time at the floor, on the chosen replica; hopeless: on none; fits: the chosen
     one can take it now.
     at_home: its chunks are hot on the chosen replica's node, or nowhere; None: there is one node.
@@ -108,7 +102,6 @@ class Situation:
     fits: Bools
     at_home: Bools | None
     forced: int | None
-    coming: ComingRequests
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,25 +171,17 @@ class BatchChoice:
     # --- candidates --------------------------------------------------------------------------
 
     def _projection(self) -> QueueProjection:
-        """Of those that wait and those that are likely to come, on the slowest replica's costs."""
-        s, num = self._s, len(self._s.queue)
-        coming, waiting = s.coming.times, s.queue_times
-        slack_ms = np.concatenate((s.queue.slack_ms, s.coming.slack_ms))
-        order = slack_ms.argsort(kind="stable")
-        timely = np.concatenate((s.timely, s.coming.timely))
-        times = Times(np.concatenate((waiting.columns, coming.columns), axis=1).take(order, axis=1))
-        projection = QueueProjection.of(
-            timely.take(order),
-            slack_ms=slack_ms.take(order),
+        """On the slowest replica's costs."""
+        s, times = self._s, self._s.queue_times
+        return QueueProjection.of(
+            s.timely,
+            slack_ms=s.queue.slack_ms,
             floor_ms=times.floor_ms,
             floor_passes=times.floor_passes,
             segment_ms=times.segment_ms / (1.0 - self._config.reserve),
             segment_passes=times.segment_passes,
             others_ms=s.others_ms,
         )
-        places = np.empty_like(order)
-        places[order] = np.arange(len(order))
-        return projection.at(places[:num])
 
     def _limits(self, place: int, *, parking: bool) -> BatchLimits:
         limits, chosen = self._config.limits, self._s.chosen

@@ -26,7 +26,7 @@ a request counts as on time only if every replica can be busy until its turn.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,13 +86,6 @@ class QueueProjection:
             other, other_column_of = np.empty((len(queue), 0)), np.full_like(column_of, -1)
         first_ms = float(others_ms[0]) if len(others_ms) else np.inf
         return cls(queue, column_of, other, other_column_of, first_ms)
-
-    def at(self, places: Ints) -> "QueueProjection":
-        """For places of another queue; places: where each of them is in this one."""
-        kept = np.append(places, len(self.column_of) - 1)
-        return replace(
-            self, column_of=self.column_of[kept], other_column_of=self.other_column_of[kept]
-        )
 
     @property
     def num_columns(self) -> int:

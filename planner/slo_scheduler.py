@@ -14,7 +14,6 @@ from math import isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.arrival_forecast import ArrivalForecast
 from planner.batch_choice import BatchChoice, CacheSmithConfig, Situation
 from planner.cost_model import CostModel, Work
 from planner.pass_curves import CurveBook, Pace, PassesOf, planned_passes
@@ -61,7 +60,6 @@ class CacheSmithScheduler:
         self._planner = planner
         self._passes = passes
         self._table = WaitingTable()
-        self._forecast = ArrivalForecast()
         self._book: CurveBook | None = None
         self._keys: dict[tuple[object, ...], int] = {}
         self._replicas = ReplicaTable()
@@ -102,7 +100,6 @@ class CacheSmithScheduler:
         except BaseException:  # what cannot be planned does not wait
             self._table.remove(profile.request_id)
             raise
-        self._forecast.note(self._table.curve(row), now_ms=self._now_ms)
 
     def cancel(self, request_id: str) -> bool:
         return self._table.remove(request_id) is not None
@@ -333,9 +330,6 @@ class CacheSmithScheduler:
             fits=_fits_now(queue, [chosen]),
             at_home=at_home,
             forced=forced,
-            coming=self._forecast.coming(
-                self._config.num_coming, now_ms=now_ms, pace=self._replicas.slowest
-            ),
         )
 
     # --- which replica, which request first --------------------------------------------------

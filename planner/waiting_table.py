@@ -17,7 +17,6 @@ LONGEST_MS = 1e9  # a deadline further away, or none, counts as this
 
 # rows: deadline_ms, longest_ms (no request ever has more slack), rounds, floor_ms, floor_passes,
 # cold_ms, exact_ms, last_ms, probed, loaded, deepest, and the segments' ms and passes
-LONGEST_ROW = 1
 FIRST_SEGMENT = 11
 NUM_FLOATS = FIRST_SEGMENT + 2 * NUM_SEGMENTS
 NUM_INTS = 4  # tokens, key, bucket, homes
@@ -180,10 +179,6 @@ class WaitingTable:
             *gains,
             *padding,
         )
-
-    def curve(self, row: int) -> Floats:
-        """Its column, [NUM_FLOATS], which changes with the table."""
-        return self._floats[:, row]
 
     def remove(self, request_id: str) -> Waiting | None:
         row = self._rows.pop(request_id, None)

@@ -72,7 +72,6 @@ class PolicySpec(Part):
     resolve: bool = True
     knows_link: bool = True
     refuse_hopeless: bool = False
-    num_coming: int = Field(default=16, ge=0)
     max_batch_requests: Count | None = None
 
     @model_validator(mode="after")
@@ -119,7 +118,6 @@ class PolicySpec(Part):
                 limits=limits,
                 refuse_hopeless=self.refuse_hopeless,
                 reserve=self.reserve,
-                num_coming=self.num_coming,
             ),
             static=None,
             slack=SlackPlannerConfig(
