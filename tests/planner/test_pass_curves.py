@@ -145,11 +145,14 @@ def test_over_a_link_they_are_about_what_the_planner_makes(seed):
     assert 0.95 * least.expected_ms <= times.floor_ms[0] <= 1.15 * least.expected_ms
     for more in (1.2, 1.5, 2.0):
         budget_ms = more * times.floor_ms[0]
-        made = BUDGETS.plan(
-            request, budget_ms=budget_ms / (1 - 0.15), cost=state.cost, link=state.link
+        # a little earlier and a little later: what passes may rise steeply in between
+        low, high = (
+            BUDGETS.plan(
+                request, budget_ms=some * budget_ms / 0.85, cost=state.cost, link=state.link
+            ).expected_passes
+            for some in (0.85, 1.15)
         )
-        # the envelope may promise a little that no plan keeps, and less than the best one
-        assert passes_at(times, budget_ms) == pytest.approx(made.expected_passes, abs=0.2)
+        assert low - 0.15 <= passes_at(times, budget_ms) <= high + 0.15
 
 
 @pytest.mark.parametrize("ms_per_kilotoken", [250.0, 1e5])
