@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -11,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.profiling.progress import Progress
 from deploy.console import fail, say
 from deploy.simulation_report import all_assumptions, report
 from planner.simulator import (
@@ -105,11 +105,14 @@ def _run(
     """By setting, by seed."""
     tasks = [(setting, seed) for setting in settings for seed in experiment.seeds]
     done: list[dict[str, Summary]] = []
-    progress = _Progress(len(tasks))
-    for result in _results(experiment, tasks, jobs=jobs, within=progress.within):
-        done.append(result)
-        progress.show(len(done), tasks[len(done) - 1][0].name)
-    progress.close()
+    progress = Progress()
+    progress.start("simulated settings × seeds", len(tasks))
+    try:
+        for result in _results(experiment, tasks, jobs=jobs, within=progress.note):
+            done.append(result)
+            progress.advance()
+    finally:
+        progress.end()
     per = len(experiment.seeds)
     return [done[i : i + per] for i in range(0, len(done), per)]
 
@@ -133,37 +136,6 @@ def _results(
                 yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-class _Progress:
-    """One line on stderr that a terminal overwrites; elsewhere a line now and then."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._started_s = self._shown_s = time.monotonic()
-        self._is_terminal = sys.stderr.isatty()
-
-    def show(self, done: int, name: str) -> None:
-        self._done = done
-        left_s = (time.monotonic() - self._started_s) / done * (self._total - done)
-        self._write(f"simulated {done}/{self._total} ({name}), about {left_s:.0f} s left")
-
-    def within(self, text: str) -> None:
-        """Of the setting that runs."""
-        self._write(f"simulated {self._done}/{self._total}; now {text}")
-
-    def _write(self, text: str) -> None:
-        now_s = time.monotonic()
-        if now_s - self._shown_s < (0.2 if self._is_terminal else 15.0):
-            return
-        self._shown_s = now_s
-        start, end = ("\r\x1b[K", "") if self._is_terminal else ("", "\n")
-        print(f"{start}{text}", end=end, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _result(

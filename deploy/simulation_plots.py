@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 from matplotlib import pyplot
 
-from planner.simulator import Axis, Experiment, Row, Setting
+from planner.simulator import Axis, Experiment, Row, Setting, with_label
 
 matplotlib.use("Agg")
 _FIELDS = {"qsa": "QSA", "stall_share": "stall share"}
@@ -41,14 +42,12 @@ def _draw_axis(
     labels = [value.label for value in axis.values]
     figure, axes = pyplot.subplots(figsize=(max(6.0, 0.9 * len(labels)), 4.5))
     for place, row in enumerate(rows[0]):
-        heights = []
-        for label in labels:
-            some = [
-                of_setting[place].values[field]
-                for of_setting, setting in zip(rows, settings, strict=True)
-                if setting.labels[axis.name] == label
-            ]
-            heights.append(sum(some) / len(some))
+        heights = [
+            fmean(
+                some[place].values[field] for some in with_label(settings, rows, axis.name, label)
+            )
+            for label in labels
+        ]
         axes.plot(labels, heights, marker="o", linewidth=3 if place == 0 else 1, label=row.policy)
     axes.set_title("simulated")
     axes.set_xlabel(axis.name)
@@ -64,8 +63,7 @@ def _draw_axis(
 def _draw_bars(rows: Sequence[list[Row]], *, path: Path) -> None:
     names = [row.policy for row in rows[0]]
     heights = [
-        sum(of_setting[place].values["qsa"] for of_setting in rows) / len(rows)
-        for place in range(len(names))
+        fmean(of_setting[place].values["qsa"] for of_setting in rows) for place in range(len(names))
     ]
     figure, axes = pyplot.subplots(figsize=(7.0, 0.3 * len(names) + 1.5))
     axes.barh(names[::-1], heights[::-1])

@@ -1,6 +1,7 @@
 """What `cachesmith simulate` prints: a table for each setting, means, and gains."""
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from deploy.console import say
 from planner.simulator import (
@@ -11,6 +12,7 @@ from planner.simulator import (
     Summary,
     assumptions,
     own_best_static,
+    with_label,
 )
 
 # column, field of a summary, format
@@ -79,7 +81,7 @@ def _print_means(
         for _, field, form in _COLUMNS:
             values = [of_setting[place].values.get(field) for of_setting in rows]
             known = [value for value in values if value is not None]
-            cells.append(_cell(sum(known) / len(known) if known else None, form))
+            cells.append(_cell(fmean(known) if known else None, form))
         say(" ".join([f"{name:>{width}}", *(f"{cell:>9}" for cell in cells)]))
     for axis in experiment.sweep:
         labels = [value.label for value in axis.values]
@@ -90,12 +92,9 @@ def _print_means(
         for place, name in enumerate(names):
             cells = []
             for label, size in zip(labels, sizes, strict=True):
-                some = [
-                    of_setting[place].values["qsa"]
-                    for of_setting, setting in zip(rows, settings, strict=True)
-                    if setting.labels[axis.name] == label
-                ]
-                cells.append(f"{sum(some) / len(some):>{size}.3f}")
+                some = with_label(settings, rows, axis.name, label)
+                qsa = fmean(of_setting[place].values["qsa"] for of_setting in some)
+                cells.append(f"{qsa:>{size}.3f}")
             say(" ".join([f"{name:>{width}}", *cells]))
 
 
@@ -118,7 +117,7 @@ def _print_gains(
     won = sum(gain > 0 for gain in gains)
     say(
         f"\n{first} over {BEST_STATIC} (simulated): above in {won} of {len(gains)} settings, "
-        f"mean {sum(gains) / len(gains):+.3f}, worst {min(gains):+.3f}, best {max(gains):+.3f}"
+        f"mean {fmean(gains):+.3f}, worst {min(gains):+.3f}, best {max(gains):+.3f}"
     )
     own = [own_best_static(experiment, each)[1] for each in runs]
     first_qsa = [of_setting[0].values["qsa"] for of_setting in rows]
@@ -126,13 +125,6 @@ def _print_gains(
     say(f"over the static configuration that is best in each single setting: above in {above}")
     for axis in experiment.sweep:
         for value in axis.values:
-            some = [
-                gain
-                for gain, setting in zip(gains, settings, strict=True)
-                if setting.labels[axis.name] == value.label
-            ]
+            some = with_label(settings, gains, axis.name, value.label)
             won = sum(gain > 0 for gain in some)
-            say(
-                f"  {axis.name} {value.label}: {sum(some) / len(some):+.3f}, "
-                f"above in {won} of {len(some)}"
-            )
+            say(f"  {axis.name} {value.label}: {fmean(some):+.3f}, above in {won} of {len(some)}")

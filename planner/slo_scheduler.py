@@ -190,10 +190,9 @@ class CacheSmithScheduler:
     def _meet(self, replicas: Sequence[ReplicaState]) -> None:
         """Take over nodes, paces and capacities.
 
-        Curves are made anew for another model, or for other machines while nobody waits: until
-        then their paces have to do, as it takes a while.
+        Curves are made anew for another model; for other machines their paces have to do.
         """
-        if self._book is None or self._machines_changed(replicas):
+        if self._book is None or replicas[0].cost.num_layers != self._book.cost.num_layers:
             first = min(replicas, key=lambda r: r.replica_id)
             reference = replace(first.cost, scale=1.0)
             self._book = CurveBook(
@@ -215,13 +214,6 @@ class CacheSmithScheduler:
             plain = max(plain, most)
             reuse = max(reuse, most + r.parking_tokens)
         self._capacity = plain, reuse
-
-    def _machines_changed(self, replicas: Sequence[ReplicaState]) -> bool:
-        assert self._book is not None
-        known = self._book.cost
-        if replicas[0].cost.num_layers != known.num_layers:
-            return True
-        return not len(self._table) and all(r.cost.prices != known.prices for r in replicas)
 
     def _pace(self, r: ReplicaState) -> Pace:
         known = self._paces.get(r.replica_id)
@@ -370,7 +362,7 @@ class CacheSmithScheduler:
     def _best_replica(self, profile: RequestProfile, free: Sequence[ReplicaState]) -> ReplicaState:
         """The one where most of the request's tokens are hot; then the emptiest."""
         cached: dict[str, int] = {}
-        reusing, num_tokens = is_reusing(profile), profile.num_prompt_tokens
+        reusing = is_reusing(profile)
 
         def preference(r: ReplicaState) -> tuple[int, int, str]:
             node = node_of(r)
@@ -378,9 +370,7 @@ class CacheSmithScheduler:
                 cached[node] = request_shape(profile, r.resident).num_cached if reusing else 0
             return -cached[node], -r.free_kv_tokens, r.replica_id
 
-        fitting = [
-            r for r in free if num_tokens <= r.free_kv_tokens + (r.parking_tokens if reusing else 0)
-        ]
+        fitting = [r for r in free if profile.num_prompt_tokens <= room_tokens(profile, r)]
         return min(fitting, key=preference)
 
 

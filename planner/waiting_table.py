@@ -60,38 +60,36 @@ class WaitingQueue:
     def times(self, pace: Pace) -> Times:
         """The requests' curves at home, on a machine of this pace."""
         if pace not in self._times:
-            self._times[pace] = times_of(self.floats, pace)
+            self._times[pace] = self._loaded(pace)
         return self._times[pace]
+
+    def _loaded(self, pace: Pace) -> Times:
+        from planner.decision_kernel import loaded_times
+
+        floor_ms, passes, _, exact_ms, last_ms, probed, loaded, deepest = self.floats[
+            3:FIRST_SEGMENT
+        ]
+        segment_ms, gains = self.floats[FIRST_SEGMENT:].reshape(2, NUM_SEGMENTS, len(self))
+        columns = loaded_times(
+            floor_ms,
+            passes,
+            segment_ms,
+            gains,
+            exact_ms,
+            last_ms,
+            probed,
+            loaded,
+            deepest,
+            pace.speed,
+            pace.token_ms,
+            pace.latency_ms,
+        )
+        return Times(columns)
 
     def oldest(self, mask: Bools) -> int | None:
         """The place of the one that came first."""
         places = mask.nonzero()[0]
         return int(places[self.rows[places].argmin()]) if len(places) else None
-
-
-def times_of(curves: Floats, pace: Pace) -> Times:
-    """curves: columns of a table's requests, [NUM_FLOATS, num_requests], contiguous"""
-    from planner.decision_kernel import loaded_times
-
-    _, _, _, floor_ms, passes, _, exact_ms, last_ms, probed, loaded, deepest = curves[
-        :FIRST_SEGMENT
-    ]
-    segment_ms, gains = curves[FIRST_SEGMENT:].reshape(2, NUM_SEGMENTS, curves.shape[1])
-    columns = loaded_times(
-        floor_ms,
-        passes,
-        segment_ms,
-        gains,
-        exact_ms,
-        last_ms,
-        probed,
-        loaded,
-        deepest,
-        pace.speed,
-        pace.token_ms,
-        pace.latency_ms,
-    )
-    return Times(columns)
 
 
 class WaitingTable:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 SAY_EVERY_S = 20.0
+REDRAW_EVERY_S = 0.2
 BAR_WIDTH = 20
 
 
@@ -19,7 +20,7 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._redraws = self._stream.isatty()
-        self._stage, self._total = "", 0
+        self._stage, self._note, self._total = "", "", 0
         self._done = self._known = 0
         self._started = self._said = 0.0
 
@@ -30,8 +31,17 @@ class Progress:
         self._started = self._said = self._clock()
         self._write()
 
+    def note(self, text: str) -> None:
+        """What is being done until the next `advance`; may be told as often as it changes."""
+        self._note = text
+        now = self._clock()
+        if now - self._said >= (REDRAW_EVERY_S if self._redraws else SAY_EVERY_S):
+            self._said = now
+            self._write()
+
     def advance(self) -> None:
         self._done += 1
+        self._note = ""
         now = self._clock()
         if self._redraws or now - self._said >= SAY_EVERY_S or self._done == self._total:
             self._said = now
@@ -59,6 +69,8 @@ class Progress:
         left = self._left_s()
         if left is not None:
             parts.append(f"about {duration(left)} left")
+        if self._note:
+            parts.append(self._note)
         if self._redraws:
             full = round(share * BAR_WIDTH)
             parts.insert(0, f"[{'#' * full}{'.' * (BAR_WIDTH - full)}]")

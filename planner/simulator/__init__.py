@@ -1,6 +1,6 @@
 """A discrete-event simulator that drives the production planner and scheduler."""
 
-from planner.simulator.comparison import Row, compare, means, own_best_static
+from planner.simulator.comparison import Row, compare, means, own_best_static, with_label
 from planner.simulator.experiment import (
     Axis,
     Experiment,
@@ -45,4 +45,5 @@ __all__ = [
     "run_setting",
     "settings_of",
     "static_grid",
+    "with_label",
 ]

@@ -56,7 +56,7 @@ class Cell:
         self._machine = machine
         self._fleet = fleet
         self._limits = limits
-        self._capacity = fleet.kv_tokens or machine.kv_capacity_tokens
+        self._capacity = fleet.capacity(machine)
         self._entropy_accuracy = entropy_accuracy
         self._rng = rng
         self._slowness: list[float] = []

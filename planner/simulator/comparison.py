@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from planner.scheduler_policies import EDF, FCFS
 from planner.simulator.experiment import Experiment, Setting
 from planner.simulator.outcomes import Summary
 from planner.simulator.policies import BEST_STATIC
 
+T = TypeVar("T")
 Runs = Sequence[Mapping[str, Summary]]  # by policy, of each seed
 
 
@@ -37,6 +39,12 @@ def compare(
             chosen = best[place]
             rows[-1].append(Row(BEST_STATIC, chosen, means(of_setting, chosen)))
     return rows
+
+
+def with_label(settings: Sequence[Setting], values: Sequence[T], axis: str, label: str) -> list[T]:
+    """The values of the settings that have this value of an axis. values: one a setting"""
+    pairs = zip(settings, values, strict=True)
+    return [value for setting, value in pairs if setting.labels[axis] == label]
 
 
 def means(runs: Runs, policy: str) -> dict[str, float]:

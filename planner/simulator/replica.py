@@ -62,7 +62,7 @@ class SimReplica:
         self.active: dict[int, SimRequest] = {}  # from the start of their batch to their end
         self._machine = machine
         self._spec = spec
-        self.capacity = spec.kv_tokens or machine.kv_capacity_tokens
+        self.capacity = spec.capacity(machine)
         self._used = 0  # tokens of all that are active
         self._in_blocks = 0  # of those that decode
         self._num_decoding = 0

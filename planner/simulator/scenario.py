@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from planner.scheduler import QueueLimits
 from planner.simulator.arrivals import Arrivals, PoissonArrivals
 from planner.simulator.autoscaling import FixedSize, Sizing
-from planner.simulator.hardware import MACHINES
+from planner.simulator.hardware import MACHINES, Machine
 from planner.simulator.part import Count, NotNegative, Part, Positive, Share
 from planner.simulator.tasks import TASKS, TaskSpec
 
@@ -64,6 +64,10 @@ class FleetSpec(Part):
         if list(self.link_steps) != sorted(self.link_steps):
             raise ValueError("link_steps must rise in time")
         return self
+
+    def capacity(self, machine: Machine) -> int:
+        """KV tokens of each replica."""
+        return self.kv_tokens or machine.kv_capacity_tokens
 
     @property
     def link_bytes_per_ms(self) -> tuple[tuple[float, float], ...]:

@@ -222,6 +222,21 @@ def test_on_a_terminal_one_line_is_drawn_over():
     assert all(len(line.rstrip("\n")) < 80 for line in drawn)
 
 
+def test_what_is_being_done_is_told_now_and_then_until_the_next_step():
+    stream, now_s = io.StringIO(), [0.0]
+    progress = Progress(stream, clock=lambda: now_s[0])
+    progress.start("runs", 4)
+    for now_s[0] in (1.0, 19.0, 21.0, 22.0):
+        progress.note(f"at {now_s[0]:.0f}")
+    now_s[0] = 50.0
+    progress.advance()
+    assert stream.getvalue().splitlines() == [
+        "  0%  0 of 4  runs",
+        "  0%  0 of 4  runs  at 21",
+        " 25%  1 of 4  runs  about 2 min left",
+    ]
+
+
 def test_a_stage_of_nothing_is_done():
     stream = io.StringIO()
     Progress(stream).start("costs", 0)
