@@ -157,5 +157,19 @@ def slice_checksum(key: bytes, slot: int, content: memoryview) -> bytes:
     return _CHECKSUM.pack(xxh3_64_intdigest(content, seed=seed))
 
 
+def slice_checksums(key: bytes, slot: int, content: memoryview, slice_bytes: int) -> bytes:
+    """`slice_checksum` of neighbouring slices, which have the slots from `slot` on.
+
+    content: [num_slices * slice_bytes], for example all heads of one layer, K then V
+    returns: [num_slices * CHECKSUM_BYTES], as they stand in the table
+    """
+    seed = int.from_bytes(key[:8], "little") + slot
+    digests = [
+        xxh3_64_intdigest(content[start : start + slice_bytes], seed=(seed + i) % 2**64)
+        for i, start in enumerate(range(0, len(content), slice_bytes))
+    ]
+    return struct.pack(f"<{len(digests)}Q", *digests)
+
+
 def _align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

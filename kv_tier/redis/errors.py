@@ -1,0 +1,35 @@
+"""Why a call to Redis had no answer. They stay inside the Redis tier: its callers see misses.
+
+RedisCallError
+├── LinkError        refused, reset, not authenticated, or what answers is not Redis
+│   └── UnavailableError   the breaker is open: nobody was asked
+├── DeadlineError    no answer in time
+└── ReplyError       Redis answered with an error
+"""
+
+from kv_tier.errors import KvTierError
+
+
+class RedisCallError(KvTierError):
+    """Base of what a call to Redis can end with."""
+
+
+class LinkError(RedisCallError):
+    """Refused, reset, not authenticated, or what answers is not Redis."""
+
+
+class UnavailableError(LinkError):
+    """The breaker is open, or the tier closed: nobody was asked."""
+
+
+class DeadlineError(RedisCallError):
+    """No answer in time."""
+
+
+class ReplyError(RedisCallError):
+    """Redis answered with an error, for example `OOM ...`. The connection is good."""
+
+    @property
+    def code(self) -> str:
+        """The first word: OOM, READONLY, MOVED, LOADING, ..."""
+        return str(self).partition(" ")[0]

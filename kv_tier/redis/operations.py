@@ -1,0 +1,217 @@
+"""What an operator does with the chunks in Redis. Only keys below our prefix are seen or touched.
+
+All of these read with SCAN, a few keys at a time, over every primary of a cluster. They take
+redis-py's client (`RedisTier.client()`), and raise its errors; they are no part of serving.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from redis.cluster import RedisCluster
+
+from kv_tier.layout import HEADER_BYTES, slice_checksums
+from kv_tier.redis.misses import Miss
+from kv_tier.redis.topology import Client
+from kv_tier.redis.values import (
+    Manifest,
+    StoredShape,
+    check_prefix,
+    chunk_names,
+    layer_name,
+    manifest_name,
+    parse_manifest,
+    parse_name,
+)
+
+_SCAN_COUNT = 1000
+_BATCH = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredChunk:
+    """One chunk in Redis."""
+
+    manifest: Manifest
+    num_layers_there: int
+    ttl_s: float | None  # None: until Redis evicts it
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_layers_there == self.manifest.shape.layout.num_layers
+
+    @property
+    def nbytes(self) -> int:
+        """Of its layers' values."""
+        return self.num_layers_there * self.manifest.shape.value_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixStats:
+    """What is below our prefix."""
+
+    num_keys: int  # also those of other versions
+    num_chunks: int  # with a manifest
+    num_tokens: int
+    nbytes: int  # as Redis counts memory, keys and overhead included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One chunk that would be a miss."""
+
+    key: bytes
+    reason: Miss
+    layer: int | None  # None: the manifest
+
+
+def ls(client: Client, prefix: str) -> Iterator[StoredChunk]:
+    """Every chunk that has a readable manifest, in no order."""
+    for keys in _batches(key for key, layer in _our_names(client, prefix) if layer is None):
+        values = _each(client, "GET", [manifest_name(prefix, key) for key in keys])
+        found = [m for v in values if v and not isinstance(m := parse_manifest(v), Miss)]
+        ttls = _each(client, "PTTL", [manifest_name(prefix, m.key) for m in found])
+        for manifest, ttl_ms in zip(found, ttls, strict=True):
+            names = chunk_names(prefix, manifest.key, manifest.shape.layout.num_layers)[1:]
+            num_there = int(_run(client, "EXISTS", *names))
+            yield StoredChunk(
+                manifest=manifest,
+                num_layers_there=num_there,
+                ttl_s=ttl_ms / 1e3 if ttl_ms >= 0 else None,
+            )
+
+
+def stats(client: Client, prefix: str) -> PrefixStats:
+    """Counts and bytes. Asks for every key's size, so it takes time on a large Redis."""
+    num_keys = nbytes = 0
+    for names in _batches(_names(client, prefix)):
+        num_keys += len(names)
+        nbytes += sum(size or 0 for size in _each(client, "MEMORY USAGE", names))
+    chunks = list(ls(client, prefix))
+    return PrefixStats(
+        num_keys=num_keys,
+        num_chunks=len(chunks),
+        num_tokens=sum(chunk.manifest.shape.num_tokens for chunk in chunks),
+        nbytes=nbytes,
+    )
+
+
+def rm(client: Client, prefix: str, *, content_id: str) -> int:
+    """Remove every chunk of a public id, of whatever model. Returns how many."""
+    num_removed = 0
+    for chunk in list(ls(client, prefix)):
+        if chunk.manifest.content_id == content_id:
+            remove_chunk(client, prefix, chunk.manifest.key)
+            num_removed += 1
+    return num_removed
+
+
+def remove_chunk(client: Client, prefix: str, key: bytes) -> int:
+    """Remove one chunk's manifest and layers. Returns how many keys there were."""
+    names = [manifest_name(prefix, key)]
+    (value,) = _each(client, "GET", names)
+    manifest = parse_manifest(value) if value else None
+    if isinstance(manifest, Manifest):
+        names = chunk_names(prefix, key, manifest.shape.layout.num_layers)
+    else:
+        names = [
+            manifest_name(prefix, found) if layer is None else layer_name(prefix, found, layer)
+            for found, layer in _our_names(client, prefix)
+            if found == key
+        ]
+    return int(_run(client, "UNLINK", *names)) if names else 0
+
+
+def clear(client: Client, prefix: str) -> int:
+    """Remove all keys below the prefix, those of other versions too. Returns how many."""
+    num_removed = 0
+    for names in _batches(_names(client, prefix)):
+        num_removed += sum(_each(client, "UNLINK", names))
+    return num_removed
+
+
+def verify(client: Client, prefix: str, *, repair: bool = False) -> list[Problem]:
+    """Read and check every value. With repair, remove the chunks that have a problem."""
+    layers_of: dict[bytes, set[int | None]] = defaultdict(set)
+    for key, layer in _our_names(client, prefix):
+        layers_of[key].add(layer)
+    problems: list[Problem] = []
+    for key, there in layers_of.items():
+        problem = _chunk_problem(client, prefix, key, there)
+        if problem is not None:
+            problems.append(problem)
+            if repair:
+                names = [
+                    manifest_name(prefix, key) if layer is None else layer_name(prefix, key, layer)
+                    for layer in there
+                ]
+                _run(client, "UNLINK", *names)
+    return problems
+
+
+def value_problem(value: bytes, key: bytes, shape: StoredShape, layer: int) -> Miss | None:
+    """What is wrong with a layer's value, all heads checked."""
+    content = memoryview(value)
+    if len(content) != shape.value_bytes:
+        return Miss.TRUNCATED
+    prefix, blocks = content[: shape.prefix_bytes], content[shape.prefix_bytes :]
+    if (miss := check_prefix(prefix, key, shape, layer)) is not None:
+        return miss
+    slot = shape.layout.checksum_slot(layer, 0, 0)
+    found = slice_checksums(key, slot, blocks, shape.block_bytes)
+    return None if found == prefix[HEADER_BYTES:] else Miss.CORRUPT
+
+
+def _chunk_problem(
+    client: Client, prefix: str, key: bytes, there: set[int | None]
+) -> Problem | None:
+    value = _run(client, "GET", manifest_name(prefix, key))
+    if value is None:
+        # Layers without a manifest: a write that was cut off, or one that is under way.
+        return Problem(key=key, reason=Miss.ABSENT, layer=None)
+    manifest = parse_manifest(value)
+    if isinstance(manifest, Miss):
+        return Problem(key=key, reason=manifest, layer=None)
+    if manifest.key != key:
+        return Problem(key=key, reason=Miss.FOREIGN, layer=None)
+    for layer in range(manifest.shape.layout.num_layers):
+        value = _run(client, "GET", layer_name(prefix, key, layer))
+        reason = Miss.MISSING if value is None else None
+        reason = reason or value_problem(value, key, manifest.shape, layer)
+        if reason is not None:
+            return Problem(key=key, reason=reason, layer=layer)
+    return None
+
+
+def _names(client: Client, prefix: str) -> Iterator[bytes]:
+    options = {"target_nodes": "primaries"} if isinstance(client, RedisCluster) else {}
+    # The prefix holds no character that has a meaning in a pattern.
+    yield from client.scan_iter(match=f"{prefix}:*", count=_SCAN_COUNT, **options)
+
+
+def _our_names(client: Client, prefix: str) -> Iterator[tuple[bytes, int | None]]:
+    """(chunk key, layer or None for the manifest) of this version's keys; each at least once."""
+    for name in _names(client, prefix):
+        if (parsed := parse_name(prefix, name)) is not None:
+            yield parsed
+
+
+def _each(client: Client, word: str, names: Sequence[bytes]) -> list[Any]:
+    """The command on every name, in one pipeline."""
+    with client.pipeline(transaction=False) as pipeline:
+        for name in names:
+            pipeline.execute_command(word, name)
+        return list(pipeline.execute())
+
+
+def _run(client: Client, *words: str | bytes) -> Any:
+    run: Callable[..., Any] = client.execute_command
+    return run(*words)
+
+
+def _batches(names: Iterable[bytes]) -> Iterator[list[bytes]]:
+    iterator = iter(names)
+    while batch := list(islice(iterator, _BATCH)):
+        yield batch

@@ -1,0 +1,99 @@
+"""What an operator sees and removes: our keys, and nobody else's."""
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from kv_tier.redis import Miss, RedisTier, operations
+from kv_tier.redis.values import layer_name, manifest_name
+from tests.kv_tier.redis.cases import LAYOUT, NUM_TOKENS, Arena, lookup, open_tier, query, write
+from tests.kv_tier.redis.servers import RedisServer
+
+pytestmark = pytest.mark.redis
+
+PREFIX = "cachesmith"
+NUM_OTHERS = 10_000
+KEYS_A_CHUNK = 1 + LAYOUT.num_layers
+
+
+@pytest.fixture
+def others(server: RedisServer) -> Iterator[dict[bytes, bytes]]:
+    """Keys of other people, some of them close to ours; all still there at the end."""
+    client = server.client()
+    names = [b"cart:%d" % i for i in range(NUM_OTHERS)]
+    names += [b"cachesmith", b"cachesmith2:v1:{x}:0", b"cachesmit:1", b"xcachesmith:v1:1"]
+    keys = {name: name for name in names}
+    client.mset(keys)
+    yield keys
+    assert dict(zip(names, client.mget(names), strict=True)) == keys
+
+
+def test_ls_and_stats(tier: RedisTier, arena: Arena, others: dict[bytes, bytes]) -> None:
+    write(tier, arena, 1, 2, 3)
+    client = tier.client()
+    found = {chunk.manifest.key: chunk for chunk in operations.ls(client, PREFIX)}
+    assert set(found) == {query(chunk).key for chunk in (1, 2, 3)}
+    first = found[query(1).key]
+    assert first.is_whole and first.ttl_s is None
+    assert first.manifest.content_id == "chunk-1"
+    assert first.nbytes == LAYOUT.num_layers * first.manifest.shape.value_bytes
+    stats = operations.stats(client, PREFIX)
+    assert (stats.num_chunks, stats.num_keys) == (3, 3 * KEYS_A_CHUNK)
+    assert stats.num_tokens == 3 * NUM_TOKENS
+    assert stats.nbytes > 3 * first.nbytes
+
+
+def test_rm(tier: RedisTier, arena: Arena, others: dict[bytes, bytes]) -> None:
+    write(tier, arena, 1, 2)
+    client = tier.client()
+    assert operations.rm(client, PREFIX, content_id="chunk-9") == 0
+    assert operations.rm(client, PREFIX, content_id="chunk-1") == 1
+    assert operations.remove_chunk(client, PREFIX, query(1).key) == 0
+    assert [one is None for one in lookup(tier, 1, 2)] == [True, False]
+    client.delete(manifest_name(PREFIX, query(2).key))
+    assert operations.remove_chunk(client, PREFIX, query(2).key) == LAYOUT.num_layers
+
+
+def test_clear(server: RedisServer, arena: Arena, others: dict[bytes, bytes]) -> None:
+    with (
+        open_tier(server.url, arena) as tier,
+        open_tier(server.url, arena, key_prefix="cachesmith:b") as nested,
+        open_tier(server.url, arena, key_prefix="team") as other,
+    ):
+        for opened in (tier, nested, other):
+            write(opened, arena, 1)
+        server.client().set("cachesmith:v0:{old}:0", "x")
+        assert operations.clear(nested.client(), "cachesmith:b") == KEYS_A_CHUNK
+        assert operations.clear(tier.client(), PREFIX) == KEYS_A_CHUNK + 1
+        assert operations.clear(tier.client(), PREFIX) == 0
+        assert lookup(other, 1) != [None]
+
+
+def test_verify_and_repair(tier: RedisTier, arena: Arena, others: dict[bytes, bytes]) -> None:
+    write(tier, arena, 1, 2, 3, 4, 5)
+    client = tier.client()
+    assert operations.verify(client, PREFIX) == []
+    _damage(client)
+    problems = {p.key: (p.reason, p.layer) for p in operations.verify(client, PREFIX)}
+    assert problems == {
+        query(1).key: (Miss.CORRUPT, 2),
+        query(2).key: (Miss.MISSING, 0),
+        query(3).key: (Miss.ABSENT, None),
+        query(4).key: (Miss.TRUNCATED, None),
+    }
+    assert len(operations.verify(client, PREFIX, repair=True)) == 4
+    assert operations.verify(client, PREFIX) == []
+    assert [one is None for one in lookup(tier, 1, 2, 3, 4, 5)] == [True] * 4 + [False]
+    assert operations.stats(client, PREFIX).num_keys == KEYS_A_CHUNK
+
+
+def _damage(client: redis.Redis) -> None:
+    """A bit of the first chunk, a layer of the second, two manifests."""
+    name = layer_name(PREFIX, query(1).key, 2)
+    value = bytearray(client.get(name))
+    value[-1] ^= 1
+    client.set(name, bytes(value))
+    client.delete(layer_name(PREFIX, query(2).key, 0))
+    client.delete(manifest_name(PREFIX, query(3).key))
+    client.set(manifest_name(PREFIX, query(4).key), b"CSMITHMF")
