@@ -16,13 +16,15 @@ demo: ## serve a small model on this machine and ask it about the sample documen
 
 # One process a kind, so that engines and Ray clusters do not pile up. All run, even if one fails.
 # pytest's status 5 says that there is no such test.
-test: ## run all tests that need neither a GPU nor a Redis server
+test: ## run all tests that need no GPU
 	@scripts/install.sh --dev
+	@scripts/redis_server.sh
 	@failed=; \
 	for kind in \
 		"unit:not vllm and not ray and not redis and not gpu" \
-		"vllm:vllm and not ray and not redis and not gpu" \
-		"ray:ray and not redis and not gpu"; \
+		"redis:redis and not vllm and not ray and not gpu" \
+		"vllm:vllm and not ray and not gpu" \
+		"ray:ray and not gpu"; \
 	do \
 		printf '\n== %s tests\n' "$${kind%%:*}"; \
 		$(PYTHON_ENV) -m pytest -m "$${kind#*:}"; status=$$?; \
