@@ -120,7 +120,7 @@ class Work:
             entry = EntryMemory(self.memory, place, LAYOUT)
             for layer in range(NUM_LAYERS):
                 entry.layer(layer)[:] = content
-                entry.put_checksums(layer, 0, entry.found_checksums(layer, 0, 2 * NUM_KV_HEADS))
+                entry.put_checksums(layer, entry.found_checksums(layer))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

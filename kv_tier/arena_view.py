@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kv_tier.arena_dir import ArenaDir
+from kv_tier.arrival import Arrival, arrival_of
 from kv_tier.errors import ArenaUnavailableError
 from kv_tier.layout import (
     CHECKSUM_BYTES,
@@ -99,6 +100,29 @@ class ArenaView:
             return False
         header = bytes(self._memory[location.offset : location.offset + HEADER_BYTES])
         return header_matches(header, self.layout, location.key, location.num_tokens)
+
+    def arrival(self, location: ChunkLocation) -> Arrival:
+        """How far an entry has come that is, or was, fetched."""
+        if not self._is_inside(location):
+            return Arrival.GONE
+        header = bytes(self._memory[location.offset : location.offset + HEADER_BYTES])
+        return arrival_of(header, self.layout, location)
+
+    def has_arrived(
+        self, location: ChunkLocation, layer: int, head_start: int, num_heads: int
+    ) -> bool:
+        """Whether these heads' keys and values are there, of an entry that is being fetched.
+
+        A checksum that happens to be zero never arrives; who waits has a deadline.
+        """
+        self._check_slice(location, layer, head_start, num_heads)
+        for kv_idx in (0, 1):
+            slot = self.layout.checksum_slot(layer, kv_idx, head_start)
+            start = location.offset + HEADER_BYTES + slot * CHECKSUM_BYTES
+            table = self._memory[start : start + num_heads * CHECKSUM_BYTES].cast("Q")
+            if 0 in table.tolist():
+                return False
+        return True
 
     def verify_layer(
         self, location: ChunkLocation, layer: int, head_start: int, num_heads: int

@@ -122,14 +122,7 @@ class HostTier:
                 else:
                     hit_ids.append(row.entry_id)
                     location = self._location(query.key, row.offset, row.num_tokens)
-                    leases.append(Lease(lease_id=self._new_id(), location=location))
-            tx.executemany(
-                "INSERT INTO leases VALUES (?, ?, ?)",
-                [
-                    (lease.lease_id, entry_id, self._owner.owner_id)
-                    for lease, entry_id in zip(filter(None, leases), hit_ids, strict=True)
-                ],
-            )
+                    leases.append(self._lease(tx, row.entry_id, location))
             entry_table.touch(tx, hit_ids)
             tx.execute(
                 "UPDATE counters SET hits = hits + ?, misses = misses + ?,"
@@ -196,6 +189,18 @@ class HostTier:
                 return True
             entry_table.free_if_unused(tx, entry_id)
             return False
+
+    def lease_unfinished(self, wanted: Sequence[ChunkQuery]) -> list[Lease | None]:
+        leases: list[Lease | None] = []
+        with self._db.transaction() as tx:
+            for query in wanted:
+                row = entry_table.find_by_key(tx, query.key)
+                if row is None or row.token_bytes != token_bytes(query.token_ids):
+                    leases.append(None)
+                    continue
+                location = self._location(query.key, row.offset, row.num_tokens)
+                leases.append(self._lease(tx, row.entry_id, location))
+        return leases
 
     def abort(self, reservation: Reservation) -> None:
         with self._db.transaction() as tx:
@@ -318,6 +323,12 @@ class HostTier:
         if offset is None and entry_table.evict_for(tx, extent_bytes, self.config.eviction):
             offset = take_extent(tx, extent_bytes)
         return offset
+
+    def _lease(self, tx: Connection, entry_id: int, location: ChunkLocation) -> Lease:
+        lease = Lease(lease_id=self._new_id(), location=location)
+        row = (lease.lease_id, entry_id, self._owner.owner_id)
+        tx.execute("INSERT INTO leases VALUES (?, ?, ?)", row)
+        return lease
 
     def _location(self, key: bytes, offset: int, num_tokens: int) -> ChunkLocation:
         nbytes = self.config.layout.entry_bytes(num_tokens)

@@ -21,6 +21,7 @@ HEADER_BYTES = 128
 CHECKSUM_BYTES = 8
 
 _MAGIC = b"CSMITHKV"
+_ARRIVING = b"CSARRIVE"
 # magic, version, dtype code, key, layers, heads, head dim, tokens, payload bytes, padding
 _FIELDS = struct.Struct(f"<8sII{KEY_BYTES}sIIIIQ48x")
 _CHECKSUM = struct.Struct("<Q")
@@ -110,6 +111,11 @@ def pack_header(layout: KvLayout, key: bytes, num_tokens: int) -> bytes:
         layout.payload_bytes(num_tokens),
     )
     return fields + _CHECKSUM.pack(xxh3_64_intdigest(fields))
+
+
+def arriving_header(layout: KvLayout, key: bytes, num_tokens: int) -> bytes:
+    """[HEADER_BYTES], what stands in the place of the header while the layers are fetched."""
+    return _ARRIVING + pack_header(layout, key, num_tokens)[len(_ARRIVING) :]
 
 
 def parse_header(header: bytes) -> EntryHeader:

@@ -119,6 +119,14 @@ class ChunkStore(Protocol):
         """Make a written entry visible. False if it was discarded meanwhile, or ended before."""
         ...
 
+    def lease_unfinished(self, wanted: Sequence[ChunkQuery]) -> list[Lease | None]:
+        """Lease what is resident, or still being written: who writes it, or how far, is not said.
+
+        The bytes of an entry in writing stay this chunk's until the lease ends, also if its writer
+        gives up. `ArenaView.arrival` tells how far one that is fetched has come. Counts no use.
+        """
+        ...
+
     def abort(self, reservation: Reservation) -> None:
         """Give the space back. Does nothing if the reservation has ended."""
         ...

@@ -4,7 +4,7 @@ Row r of a batch is one prompt token; the rows of a request follow each other in
 position is its distance from the request's first row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -29,6 +29,7 @@ class Segment:
     start: int
     end: int
     location: ChunkLocation | None = None
+    is_arriving: bool = False  # not all of it is at its location yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,14 @@ class CoverageTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalTerms:
+    """What is expected of the stored KV that is still on its way."""
+
+    bytes_per_ms: float  # of its link
+    deadline_ms: float  # of the node's clock: what is not there then is missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchJob:
     """Requests that go through the phases together, with their shared (S, w, p)."""
 
@@ -84,7 +93,24 @@ class BatchJob:
     jobs: list[PrefillJob]
     deviation: Deviation = Deviation.KV
     terms: CoverageTerms | None = None  # to solve open coverages again with; None: as planned
+    arrival: ArrivalTerms | None = None  # where stored KV is still on its way
     is_ingest: bool = False  # nobody waits for it: it runs where no other batch can
+
+    def without_stored(self, keys: frozenset[bytes]) -> "BatchJob":
+        """The same with the stored KV of these keys missing."""
+        jobs = [
+            replace(
+                job,
+                segments=[
+                    replace(s, location=None, is_arriving=False)
+                    if s.location is not None and s.location.key in keys
+                    else s
+                    for s in job.segments
+                ],
+            )
+            for job in self.jobs
+        ]
+        return replace(self, jobs=jobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from planner.types import PrefillResult
 from replicas.batch import (
     BatchJob,
     Capture,
-    CoverageTerms,
     PrefillJob,
     Segment,
     SegmentKind,
@@ -32,10 +31,12 @@ from replicas.connector_types import (
     StepMeta,
     WorkerReport,
 )
+from replicas.segment_keys import segment_queries
 
 logger = logging.getLogger(__name__)
 
 MAX_RELEASED = 1024
+HOST_TIER, REMOTE_TIER = "host", "redis"  # in `cached_tokens`
 
 
 class JobState(Enum):
@@ -62,7 +63,8 @@ class _Job:
     hold_ms: float = 0.0
     leases: list[Lease] = field(default_factory=list)
     reservation: Reservation | None = None
-    hits: list[bool] = field(default_factory=list)  # by segment
+    keys: list[bytes] = field(default_factory=list)  # by segment
+    tiers: list[str | None] = field(default_factory=list)  # that has it; None: nowhere
     report: JobReport | None = None
     stored: bool = False
 
@@ -162,6 +164,7 @@ class SchedulerSide:
             probe_len=params.probe_len,
             deviation=params.deviation,
             terms=params.terms,
+            arrival=params.arrival,
             jobs=[],
             is_ingest=params.ingest_content_id is not None,
         )
@@ -176,8 +179,14 @@ class SchedulerSide:
         known = self._allocated.get(key)
         if known is None:
             self._allocated[key] = known = batch
-        elif batch.terms is not None and _is_sooner(batch.terms, known.terms):
-            self._allocated[key] = known = replace(known, terms=batch.terms)
+        else:
+            terms = [t for t in (known.terms, batch.terms) if t is not None]
+            self._allocated[key] = known = replace(
+                known,
+                # a batch has one deadline, its members' first
+                terms=min(terms, key=lambda t: t.deadline_ms, default=None),
+                arrival=known.arrival or batch.arrival,
+            )
         known.jobs.append(prefill)
 
     def step(self, *, decoding: bool) -> StepMeta:
@@ -234,21 +243,18 @@ class SchedulerSide:
     def _reuse_job(
         self, request_id: str, job: _Job, token_ids: Sequence[int], block_ids: list[int]
     ) -> PrefillJob:
-        spans, salt = job.params.segments, job.params.cache_salt
-        queries = [
-            ChunkQuery(
-                key=self._keys.key(
-                    token_ids[s.start : s.end],
-                    cache_salt=salt,
-                    anchored=s.kind is SegmentKind.CHUNK,
-                ),
-                token_ids=token_ids[s.start : s.end],
-            )
-            for s in spans
+        spans = job.params.segments
+        queries = segment_queries(self._keys, spans, token_ids, cache_salt=job.params.cache_salt)
+        job.keys = [query.key for query in queries]
+        arriving = {a.segment_idx: a.location for a in job.params.arriving}
+        looked_up = [i for i in range(len(spans)) if i not in arriving]
+        leases = dict(zip(looked_up, self._lookup([queries[i] for i in looked_up]), strict=True))
+        job.leases = [lease for lease in leases.values() if lease is not None]
+        locations = arriving | {i: le.location for i, le in leases.items() if le is not None}
+        job.tiers = [
+            REMOTE_TIER if i in arriving else HOST_TIER if i in locations else None
+            for i in range(len(spans))
         ]
-        leases = self._lookup(queries)
-        job.leases = [lease for lease in leases if lease is not None]
-        job.hits = [lease is not None for lease in leases]
         return PrefillJob(
             request_id=request_id,
             token_ids=list(token_ids),
@@ -257,9 +263,10 @@ class SchedulerSide:
                     kind=span.kind,
                     start=span.start,
                     end=span.end,
-                    location=None if lease is None else lease.location,
+                    location=locations.get(i),
+                    is_arriving=i in arriving,
                 )
-                for span, lease in zip(spans, leases, strict=True)
+                for i, span in enumerate(spans)
             ],
             coverage=job.params.coverage,
             band=job.params.band,
@@ -274,16 +281,11 @@ class SchedulerSide:
     ) -> PrefillJob:
         """All layers exact, the chunk's rows captured; nothing to capture if it is there by now."""
         (span,) = job.params.segments
-        tokens = token_ids[span.start : span.end]
-        key = self._keys.key(
-            tokens,
-            cache_salt=job.params.cache_salt,
-            anchored=span.kind is SegmentKind.CHUNK,
-        )
+        (query,) = segment_queries(self._keys, [span], token_ids, cache_salt=job.params.cache_salt)
         try:
             job.reservation = self._store.reserve(
-                key,
-                tokens,
+                query.key,
+                query.token_ids,
                 recompute_ms=job.params.recompute_ms,
                 content_id=job.params.ingest_content_id or "",
             )
@@ -339,17 +341,25 @@ class SchedulerSide:
         if report is None or params.restore_id is not None:
             return None
         spans = params.segments if params.ingest_content_id is None else []
-        lengths = [s.end - s.start for s in spans]
-        is_chunk = [s.kind is SegmentKind.CHUNK for s in spans]
-        hit = sum(n for n, h in zip(lengths, job.hits, strict=True) if h)
-        num_context = sum(n for n, c in zip(lengths, is_chunk, strict=True) if c)
-        num_miss = sum(
-            n for n, c, h in zip(lengths, is_chunk, job.hits, strict=True) if c and not h
-        )
+        tiers = [
+            None if key in report.missed else tier
+            for key, tier in zip(job.keys, job.tiers, strict=True)
+        ]
+        cached = dict.fromkeys((HOST_TIER, REMOTE_TIER), 0)
+        num_context = num_miss = 0
+        for span, tier in zip(spans, tiers, strict=True):
+            num_tokens = span.end - span.start
+            if tier is not None:
+                cached[tier] += num_tokens
+            if span.kind is SegmentKind.CHUNK:
+                num_context += num_tokens
+                num_miss += num_tokens if tier is None else 0
+        hit = sum(cached.values())
         recomputed = job.num_prompt_tokens - hit + report.num_selected
         num_covered = num_miss + report.num_selected
         if report.failed:
-            hit, recomputed, num_covered = 0, job.num_prompt_tokens, num_context
+            recomputed, num_covered = job.num_prompt_tokens, num_context
+            cached = dict.fromkeys(cached, 0)
         return ResultParams(
             result=PrefillResult(
                 policy=params.policy,
@@ -362,23 +372,19 @@ class SchedulerSide:
                 num_miss_tokens=num_miss,
                 num_recomputed_tokens=recomputed,
                 num_filled_tokens=report.num_filled,
-                cached_tokens={"host": hit},
+                cached_tokens={tier: n for tier, n in cached.items() if n or tier == HOST_TIER},
                 batch_size=report.batch_size,
                 timings=replace(report.timings, hold_ms=job.hold_ms),
                 parked=params.park is not None,
                 recovered=report.failed,
                 timeline=tuple(report.timeline),
             ),
-            missing=[i for i, h in enumerate(job.hits) if not h],
+            missing=[i for i, tier in enumerate(tiers) if tier is None],
+            damaged=report.damaged,
             stored=job.stored,
             first_token=report.first_token,
             first_logprob=report.first_logprob,
         )
-
-
-def _is_sooner(terms: CoverageTerms, known: CoverageTerms | None) -> bool:
-    """A batch has one deadline, its members' first."""
-    return known is None or terms.deadline_ms < known.deadline_ms
 
 
 def _captures(start: int, end: int, location: ChunkLocation | None) -> list[Capture]:

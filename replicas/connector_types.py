@@ -8,9 +8,10 @@ final output.
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from kv_tier.store import ChunkLocation
 from planner.cost_model import CostModel
 from planner.types import Deviation, PhaseSpan, PrefillResult, PrefillTimings, Signal
-from replicas.batch import BatchJob, CoverageTerms, SegmentKind
+from replicas.batch import ArrivalTerms, BatchJob, CoverageTerms, SegmentKind
 from replicas.parking import FirstTokenSampling, ParkOrder
 
 PARAMS_KEY = "cachesmith"
@@ -26,10 +27,20 @@ class SegmentSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivingSegment:
+    """A segment whose KV is on its way into the arena; who sent the request holds it there."""
+
+    segment_idx: int
+    location: ChunkLocation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestParams:
     """What the connector is asked to do with one request."""
 
     segments: list[SegmentSpan] = field(default_factory=list)
+    arriving: list[ArrivingSegment] = field(default_factory=list)
+    arrival: ArrivalTerms | None = None  # of those
     cache_salt: str = ""
     policy: str = "adaptive"
     signal: Signal = Signal.KV_DEV
@@ -62,7 +73,12 @@ class RequestParams:
             SegmentSpan(kind=SegmentKind(s["kind"]), start=s["start"], end=s["end"])
             for s in wire["segments"]
         ]
+        arriving = [
+            ArrivingSegment(segment_idx=a["segment_idx"], location=ChunkLocation(**a["location"]))
+            for a in wire["arriving"]
+        ]
         park, terms, band = wire["park"], wire["terms"], wire["band"]
+        arrival = wire["arrival"]
         if terms is not None:
             cost = CostModel(**terms["cost"])
             terms = CoverageTerms(deadline_ms=terms["deadline_ms"], cost=cost)
@@ -71,6 +87,8 @@ class RequestParams:
             park = ParkOrder(park_id=park["park_id"], sampling=sampling)
         read = {
             "segments": segments,
+            "arriving": arriving,
+            "arrival": None if arrival is None else ArrivalTerms(**arrival),
             "signal": Signal(wire["signal"]),
             "deviation": Deviation(wire["deviation"]),
             "park": park,
@@ -86,6 +104,7 @@ class ResultParams:
 
     result: PrefillResult
     missing: list[int] = field(default_factory=list)  # indices of the request's segments
+    damaged: list[bytes] = field(default_factory=list)  # keys, gone from the arena by now
     stored: bool = False  # an ingest was committed
     first_token: int | None = None  # of a parked prompt
     first_logprob: float = 0.0
@@ -133,6 +152,7 @@ class JobReport:
     batch_size: int
     timings: PrefillTimings
     damaged: list[bytes] = field(default_factory=list)  # keys whose stored value can not be read
+    missed: list[bytes] = field(default_factory=list)  # keys whose stored value did not arrive
     num_filled: int = 0
     signal: Signal | None = None  # that ranked
     first_token: int | None = None

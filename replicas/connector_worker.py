@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from planner.auto_signal import AutoRule
 from planner.clock import Clock
 from planner.coverage_resolver import PatchDemand, resolve_coverages
 from planner.types import PhaseSpan, PrefillTimings
-from replicas.arrivals import PacedArrivals
+from replicas.arrivals import ArenaArrivals, LayerArrivals, PacedArrivals
 from replicas.batch import BatchJob, CoverageTerms, slots_of
 from replicas.connector_types import JobReport, Restore, StepMeta, WorkerReport
 from replicas.parking import ParkingLot, sample_first
@@ -29,9 +29,13 @@ logger = logging.getLogger(__name__)
 class ArenaSource:
     """`KvSource` over the node's arena: this rank's heads, checked before they are used."""
 
-    def __init__(self, arena: ArenaView, model: VllmModel) -> None:
+    def __init__(
+        self, arena: ArenaView, model: VllmModel, *, arriving: Set[bytes] = frozenset()
+    ) -> None:
+        """arriving: keys of chunks that are still being fetched"""
         self._arena = arena
         self._model = model
+        self._arriving = arriving
         # found good in this batch: headers by offset, values by offset and layer
         self._known: set[int] = set()
         self._checked: set[tuple[int, int]] = set()
@@ -41,7 +45,7 @@ class ArenaSource:
         if location.key in self.damaged:
             return None
         heads = self._model.kv_head_start, self._model.num_kv_heads
-        if location.offset not in self._known:
+        if location.offset not in self._known and location.key not in self._arriving:
             if not self._arena.verify_header(location):
                 self.damaged.add(location.key)
                 return None
@@ -152,14 +156,15 @@ class _RunningBatch:
         self.job = job
         self._clock = clock
         self._started_ms = clock.now_ms()
-        self._source = ArenaSource(arena, model)
+        arriving = _arriving(job)
+        self._source = ArenaSource(arena, model, arriving={place.key for place in arriving})
         self._sink = PagedSink(arena, model, settings.block_size, parking)
         self._prefill = ThreePhasePrefill(
             model,
             self._source,
             self._sink,
             job,
-            arrivals=_arrivals(job, arena, settings, clock),
+            arrivals=_arrivals(job, arena, model, settings, clock),
             resolver=None if job.terms is None else _resolver(job.terms, clock),
             auto_rule=settings.auto_rule,
         )
@@ -212,6 +217,7 @@ class _RunningBatch:
                 for s in request.segments
                 if s.location is not None and s.location.key in self._source.damaged
             ),
+            missed=sorted(trace.missed),
             batch_size=len(self.job.jobs),
             timings=timings,
             first_token=first_token,
@@ -243,10 +249,26 @@ class _RunningBatch:
         ]
 
 
+def _arriving(job: BatchJob) -> list[ChunkLocation]:
+    """Where the stored KV is that is still being fetched."""
+    segments = [segment for request in job.jobs for segment in request.segments]
+    return [s.location for s in segments if s.is_arriving and s.location is not None]
+
+
 def _arrivals(
-    job: BatchJob, arena: ArenaView, settings: WorkerSettings, clock: Clock
-) -> PacedArrivals | None:
-    """Everything stored is in this node's memory; an emulated link delivers it slower."""
+    job: BatchJob, arena: ArenaView, model: VllmModel, settings: WorkerSettings, clock: Clock
+) -> LayerArrivals | None:
+    """None where everything stored is in this node's memory, and no slower link is emulated."""
+    arriving = _arriving(job)
+    if arriving and job.arrival is not None:
+        return ArenaArrivals(
+            arena,
+            arriving,
+            (model.kv_head_start, model.num_kv_heads),
+            job.arrival,
+            clock,
+            first_layer=job.warmup_depth,
+        )
     if settings.load_bytes_per_ms is None:
         return None
     num_tokens = sum(

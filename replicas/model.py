@@ -1,5 +1,6 @@
 """What the three phases need of a model: one layer at a time, with RoPE apart."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,6 +73,6 @@ class LayerwiseModel(Protocol):
         """The first rank's values on every rank; use what is returned."""
         ...
 
-    def all_ready(self, ready: bool) -> bool:
-        """Whether every rank is ready."""
+    def all_ready(self, ready: Sequence[bool]) -> list[bool]:
+        """Each one True only if it is True on every rank."""
         ...

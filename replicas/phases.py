@@ -9,7 +9,8 @@ decodes between two layers. It computes the KV of every prompt token but the las
   their fresh KV overwrites the stored one.
 
 After WarmUp and after Probe the coverages are solved again from what is known by then. Where stored
-KV is not there yet, the wait recomputes the prompt from its front (`replicas/front_fill.py`).
+KV is not there yet, the wait recomputes the prompt from its front (`replicas/front_fill.py`). When
+a chunk turns out not to come at all, Probe and Patch start over without it.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from replicas.model import Hidden, LayerwiseModel, Projection
 from replicas.phase_clock import Phase, PhaseClock
 from replicas.probe import FreshKv, Probe, Ranking
 from replicas.selection import selection_size, top_rows
-from replicas.walk import KvSource, PrefillTrace, Rows, Steps, Walk, pick
+from replicas.walk import ChunksMissed, KvSource, PrefillTrace, Rows, Steps, Walk, pick
 
 # (demands, when each layer's stored KV is there, in ms from now) -> coverages
 CoverageResolver = Callable[[Sequence[PatchDemand], Sequence[float]], list[float]]
@@ -116,10 +117,24 @@ class ThreePhasePrefill:
                 self.trace.num_selected[piece.request_idx] += piece.end - piece.start
             return
         self._walk.start_filling(self._job.warmup_depth, hidden)
-        self._resolve({})
-        rankings, fresh = yield from self.probe(hidden)
-        self._resolve(rankings)
-        yield from self.patch(hidden, self.select(rankings), fresh)
+        while True:
+            try:
+                self._resolve({})
+                rankings, fresh = yield from self.probe(hidden)
+                self._resolve(rankings)
+                yield from self.patch(hidden, self.select(rankings), fresh)
+                return
+            except ChunksMissed as missed:
+                self._do_without(missed.keys)
+
+    def _do_without(self, keys: frozenset[bytes]) -> None:
+        """Count these chunks as missing, and start over behind WarmUp, which needs none of them."""
+        self.trace.missed |= keys
+        assert self._walk.arrivals is not None
+        self._walk.arrivals.do_without(keys)
+        self._job = self._job.without_stored(keys)
+        self.batch = PackedBatch(self._job, self._model.device)
+        self._walk = self._walk.over(self.batch)
 
     # ---- WarmUp ----
 

@@ -4,6 +4,7 @@ As in Megatron-LM (arXiv 1909.08053): q, k, v, gate and up are cut by their outp
 down projections by their inputs, and each pair needs one sum over the ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +38,13 @@ class Ranks:
         dist.broadcast(x, group=self._group, group_src=0)
         return x
 
-    def all_ready(self, ready: bool, device: torch.device) -> bool:
-        """True only if it is True on every rank."""
+    def all_ready(self, ready: Sequence[bool], device: torch.device) -> list[bool]:
+        """Each one True only if it is True on every rank."""
         if self.size == 1:
-            return ready
-        votes = torch.tensor(int(ready), device=device)
+            return list(ready)
+        votes = torch.tensor(ready, dtype=torch.int32, device=device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
-        return bool(votes.item())
+        return [bool(vote) for vote in votes.tolist()]
 
 
 @dataclass(frozen=True, slots=True)

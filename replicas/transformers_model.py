@@ -4,6 +4,7 @@ The plain reference beside the vLLM adapter: any torch device, one process or se
 each, no paged cache.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,5 +107,5 @@ class TransformersModel:
     def agree(self, values: Tensor) -> Tensor:
         return self._ranks.agree(values.to(self.device)).to(values.device)  # NCCL has no CPU side
 
-    def all_ready(self, ready: bool) -> bool:
+    def all_ready(self, ready: Sequence[bool]) -> list[bool]:
         return self._ranks.all_ready(ready, self.device)

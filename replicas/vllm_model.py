@@ -4,6 +4,7 @@ vLLM's linears (tensor-parallel, quantised), norms and rotary embeddings are use
 the order of the walk and the attention are ours.
 """
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -186,11 +187,11 @@ class VllmModel:
             )
         return values
 
-    def all_ready(self, ready: bool) -> bool:
+    def all_ready(self, ready: Sequence[bool]) -> list[bool]:
         if self._group.world_size == 1:
-            return ready
-        everyone = torch.tensor([ready], dtype=torch.int32)
+            return list(ready)
+        everyone = torch.tensor(ready, dtype=torch.int32)
         torch.distributed.all_reduce(
             everyone, op=torch.distributed.ReduceOp.MIN, group=self._group.cpu_group
         )
-        return bool(everyone[0])
+        return [bool(vote) for vote in everyone.tolist()]

@@ -44,6 +44,7 @@ class PrefillTrace:
     num_filled: list[int] = field(default_factory=list)  # of those: while waiting for stored KV
     selected: list[Tensor] = field(default_factory=list)  # rows, by request
     failed: set[int] = field(default_factory=set)  # requests whose stored KV could not be read
+    missed: set[bytes] = field(default_factory=set)  # keys of chunks that did not arrive
     logits: dict[int, Tensor] = field(default_factory=dict)  # [vocab_size], of parked requests
 
 
@@ -54,6 +55,14 @@ class Rows:
     rows: Tensor  # [num_rows], int64
     positions: Tensor  # [num_rows], within each row's request
     attention: SelectedAttention
+
+
+class ChunksMissed(Exception):
+    """Stored KV that was to arrive will not: go on without these chunks."""
+
+    def __init__(self, keys: frozenset[bytes]) -> None:
+        super().__init__(f"{len(keys)} chunks did not arrive")
+        self.keys = keys
 
 
 class Walk:
@@ -77,6 +86,12 @@ class Walk:
         if self._fused is not None and batch.pieces:
             self._rotary = model.rotary_table(batch.positions)
             self._row_ids = torch.arange(batch.num_rows, device=model.device)
+
+    def over(self, batch: PackedBatch) -> "Walk":
+        """This walk over another view of the same rows: what the waits recomputed stays."""
+        walk = Walk(self.model, self._source, batch, self.trace, self.arrivals)
+        walk._fill = self._fill
+        return walk
 
     def start_filling(self, first_layer: int, hidden: Hidden) -> None:
         """From now on a wait for stored KV is used; `hidden`: all rows, as they enter the layer."""
@@ -108,16 +123,26 @@ class Walk:
         return model.finish(layer, projected.residual, attended)
 
     def arrival(self, layer: int) -> Steps[None]:
-        """Wait until the layer's stored KV is there, and use the time."""
-        if self.arrivals is None:
-            return
-        while not self.model.all_ready(self.arrivals.is_ready(layer)):
-            if self._fill is not None and self._fill.has_work:
+        """Wait until the layer's stored KV is there, and use the time.
+
+        What the wait has recomputed needs no stored KV any more.
+        Raises ChunksMissed, on all ranks, when a chunk will not come on one of them.
+        """
+        arrivals, fill = self.arrivals, self._fill
+        while arrivals is not None and (fill is None or fill.has_work):
+            there = [not missed for missed in arrivals.have_missed()]
+            is_ready, *there = self.model.all_ready([arrivals.is_ready(layer), *there])
+            if not all(there):
+                gone = [key for key, yes in zip(arrivals.keys, there, strict=True) if not yes]
+                raise ChunksMissed(frozenset(gone))
+            if is_ready:
+                return
+            if fill is not None:
                 with self.trace.clock.span(Phase.FILL, layer):
-                    self._fill.step()
+                    fill.step()
             else:
                 with self.trace.clock.span(Phase.STALL, layer):
-                    self.arrivals.wait(layer, WAIT_MS)
+                    arrivals.wait(layer, WAIT_MS)
             yield
 
     def stitch(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -131,7 +156,10 @@ class Walk:
             shape = (batch.num_rows, model.num_kv_heads, model.head_dim)
             k = torch.zeros(shape, dtype=model.dtype, device=model.device)
             v = torch.zeros(shape, dtype=model.dtype, device=model.device)
+            fronts = self.fronts
             for piece in batch.pieces:
+                if piece.end <= fronts[piece.request_idx]:
+                    continue  # all of it was recomputed, and may not have arrived
                 loaded = self._source.load(piece.location, layer)
                 wanted = (model.num_kv_heads, piece.end - piece.start, model.head_dim)
                 if loaded is None or any(tuple(part.shape) != wanted for part in loaded):

@@ -11,12 +11,13 @@ from kv_tier.redis.encoding import Encoding, EncodingError, encoding_error
 from kv_tier.redis.fetch import ChunkFetch, Fetch, FetchRequest
 from kv_tier.redis.link import LinkLimit, LinkSpeed
 from kv_tier.redis.misses import Miss
-from kv_tier.redis.promoter import Promoter, Promotion
+from kv_tier.redis.promoter import ArrivingChunk, Promoter
 from kv_tier.redis.remote import ChunkWrite, RemoteTier
 from kv_tier.redis.tier import RedisTier
 from kv_tier.redis.values import Manifest, StoredShape
 
 __all__ = [
+    "ArrivingChunk",
     "ChunkFetch",
     "ChunkWrite",
     "Count",
@@ -29,7 +30,6 @@ __all__ = [
     "Manifest",
     "Miss",
     "Promoter",
-    "Promotion",
     "RedisTier",
     "RedisTierConfig",
     "RedisTierStats",

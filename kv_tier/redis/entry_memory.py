@@ -1,5 +1,6 @@
 """One arena entry's bytes, as the Redis tier reads and fills them."""
 
+from kv_tier.arrival import begin_arrival, fail_arrival
 from kv_tier.layout import CHECKSUM_BYTES, HEADER_BYTES, KvLayout, pack_header, slice_checksums
 from kv_tier.store import ChunkLocation
 
@@ -19,48 +20,40 @@ class EntryMemory:
         self.layout = layout
         self._entry = arena[location.offset : location.offset + location.nbytes]
 
-    def blocks(self, layer: int, first: int, num_blocks: int) -> memoryview:
-        """K or V of neighbouring heads: [num_blocks * head_bytes], contiguous
-
-        A layer's blocks are the heads' K, then the heads' V: [0, 2 * num_kv_heads).
-        """
-        layout, num_tokens = self.layout, self.location.num_tokens
-        head_bytes = layout.head_bytes(num_tokens)
-        start = layout.layer_offset(num_tokens, layer) + first * head_bytes
-        return self._entry[start : start + num_blocks * head_bytes]
-
     def layer(self, layer: int) -> memoryview:
-        """K and V of all heads: [layer_bytes], contiguous"""
-        return self.blocks(layer, 0, 2 * self.layout.num_kv_heads)
+        """K, then V, of all heads: [layer_bytes], contiguous"""
+        layout, num_tokens = self.layout, self.location.num_tokens
+        start = layout.layer_offset(num_tokens, layer)
+        return self._entry[start : start + layout.layer_bytes(num_tokens)]
 
     def checksums(self, layer: int) -> bytes:
         """The table's part of this layer: [2 * num_kv_heads * CHECKSUM_BYTES]"""
-        start = self._table_offset(layer, 0)
-        return bytes(self._entry[start : start + 2 * self.layout.num_kv_heads * CHECKSUM_BYTES])
+        return bytes(self._table(layer))
 
-    def put_checksums(self, layer: int, first: int, checksums: bytes) -> None:
-        """Of the blocks from `first` on."""
-        start = self._table_offset(layer, first)
-        self._entry[start : start + len(checksums)] = checksums
+    def put_checksums(self, layer: int, checksums: bytes) -> None:
+        self._table(layer)[:] = checksums
 
-    def found_checksums(self, layer: int, first: int, num_blocks: int) -> bytes:
-        """Checksums of what the blocks hold now."""
-        return slice_checksums(
-            self.location.key,
-            self.layout.checksum_slot(layer, 0, 0) + first,
-            self.blocks(layer, first, num_blocks),
-            self.layout.head_bytes(self.location.num_tokens),
-        )
+    def found_checksums(self, layer: int) -> bytes:
+        """Checksums of what the layer holds now."""
+        slot = self.layout.checksum_slot(layer, 0, 0)
+        head_bytes = self.layout.head_bytes(self.location.num_tokens)
+        return slice_checksums(self.location.key, slot, self.layer(layer), head_bytes)
 
     def is_intact(self, layer: int) -> bool:
         """Whether all heads' bytes fit the entry's own table."""
-        return self.found_checksums(layer, 0, 2 * self.layout.num_kv_heads) == self.checksums(layer)
+        return self.found_checksums(layer) == self.checksums(layer)
+
+    def begin_arrival(self) -> None:
+        """Nothing has come yet; before anybody hears of the entry."""
+        begin_arrival(self._entry, self.layout, self.location)
+
+    def fail_arrival(self) -> None:
+        fail_arrival(self._entry)
 
     def write_header(self) -> None:
-        """The same bytes from every rank."""
         header = pack_header(self.layout, self.location.key, self.location.num_tokens)
         self._entry[:HEADER_BYTES] = header
 
-    def _table_offset(self, layer: int, first: int) -> int:
-        slot = self.layout.checksum_slot(layer, 0, 0) + first
-        return HEADER_BYTES + slot * CHECKSUM_BYTES
+    def _table(self, layer: int) -> memoryview:
+        start = HEADER_BYTES + self.layout.checksum_slot(layer, 0, 0) * CHECKSUM_BYTES
+        return self._entry[start : start + 2 * self.layout.num_kv_heads * CHECKSUM_BYTES]

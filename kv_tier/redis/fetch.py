@@ -22,8 +22,6 @@ class FetchRequest:
 
     location: ChunkLocation
     encoding: Encoding  # as the lookup found it
-    head_start: int = 0  # a tensor-parallel rank reads its heads
-    num_heads: int | None = None  # None: all from head_start on
 
 
 class ChunkFetch:
@@ -48,29 +46,12 @@ class ChunkFetch:
 
         deadline_s: `time.monotonic()` seconds; what is not there then is a miss
         """
-        num_kv_heads = entry.layout.num_kv_heads
         self.entry = entry
         self.shape = StoredShape(
             layout=entry.layout, num_tokens=request.location.num_tokens, encoding=request.encoding
         )
-        self.head_start = request.head_start
-        self.num_heads = (
-            num_kv_heads - self.head_start if request.num_heads is None else request.num_heads
-        )
-        if not 0 <= self.head_start < self.head_start + self.num_heads <= num_kv_heads:
-            raise ValueError(f"no such heads of {num_kv_heads}: {request}")
-        # (first block, number) of what is wanted of a layer: all of K and V is one run.
-        self.is_whole = self.num_heads == num_kv_heads
-        self.block_runs = (
-            ((0, 2 * num_kv_heads),)
-            if self.is_whole
-            else (
-                (self.head_start, self.num_heads),
-                (num_kv_heads + self.head_start, self.num_heads),
-            )
-        )
-        self.block_bytes, self.prefix_bytes = self.shape.block_bytes, self.shape.prefix_bytes
-        self.num_layer_bytes = self.prefix_bytes + 2 * self.num_heads * self.block_bytes
+        self.layer_bytes = self.shape.value_bytes  # in Redis; asked for more than once a layer
+        entry.begin_arrival()
         self.deadline_s = deadline_s
         self._on_layer = on_layer
         self._on_quiet = on_quiet
@@ -100,7 +81,7 @@ class ChunkFetch:
         return self._is_quiet
 
     def is_ready(self, layer: int) -> bool:
-        """Whether the layer's heads are in the arena, verified, with their checksums."""
+        """Whether the layer is in the arena, verified, with its checksums."""
         return layer in self._ready
 
     def wait_layer(self, layer: int, timeout_ms: float | None = None) -> bool:
@@ -124,6 +105,7 @@ class ChunkFetch:
         with self._changed:
             if self._miss is None and not self.is_complete:
                 self._miss = miss
+                self.entry.fail_arrival()
                 self.stopped.set()
                 self._changed.notify_all()
         self._settle()

@@ -1,178 +1,160 @@
-"""Brings chunks from Redis to the node's arena, once a node whoever asks."""
+"""Brings chunks from the second level to the node's arena, once a node whoever asks."""
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
 
+from kv_tier.arena_view import ArenaView
+from kv_tier.arrival import Arrival
+from kv_tier.errors import KvTierError
 from kv_tier.keys import token_bytes
 from kv_tier.redis.fetch import ChunkFetch, FetchRequest
 from kv_tier.redis.remote import RemoteTier
 from kv_tier.redis.values import Manifest
 from kv_tier.store import ChunkLocation, ChunkQuery, ChunkStore, Lease, Reservation
 
-_POLL_S = 0.002
+log = logging.getLogger(__name__)
+
+_MARK_TRIES = 3  # looks at an entry that was reserved just now, until it is marked
+_MARK_WAIT_S = 0.002
 
 
-class Promotion:
-    """One chunk that is in the arena, or on its way there. `finish` it when its readers are done.
+class ArrivingChunk:
+    """A reader's hold on a chunk that is on its way into the arena. Thread-safe.
 
-    Thread-safe. A chunk on its way stays reserved until then, so that its space is not given to
-    another one while layers of it are read.
+    Its bytes stay this chunk's until `release`. `ArenaView.arrival` and `has_arrived` tell any
+    process that maps the arena how far it has come.
     """
 
-    def __init__(
-        self,
-        host: ChunkStore,
-        *,
-        lease: Lease | None = None,
-        reservation: Reservation | None = None,
-    ) -> None:
-        held = lease or reservation
-        assert held is not None
-        self.location: ChunkLocation = held.location
-        self.fetch: ChunkFetch | None = None  # None for a chunk that was there
-        self._host = host
-        self._lease = lease
-        self._reservation = reservation
-        self._lock = threading.Lock()
-        self._is_finished = False
+    def __init__(self, promoter: "Promoter", transfer: "_Transfer") -> None:
+        self.location: ChunkLocation = transfer.lease.location
+        self._promoter = promoter
+        self._transfer: _Transfer | None = transfer
 
-    @property
-    def was_resident(self) -> bool:
-        return self._lease is not None
+    def release(self, *, is_wanted: bool = True) -> None:
+        """The reader has read what it needs; or it has gone, and does not want the chunk.
 
-    @property
-    def has_missed(self) -> bool:
-        return self.fetch is not None and self.fetch.miss is not None
-
-    def wait_layer(self, layer: int, timeout_ms: float | None = None) -> bool:
-        """Wait until the layer may be read; False if the chunk missed, or the time is over."""
-        return self.fetch is None or self.fetch.wait_layer(layer, timeout_ms)
-
-    def finish(self) -> None:
-        """Nobody reads it any more. A complete chunk becomes resident, another's space is freed.
-
-        Returns at once: space that a request still writes to is freed when that has ended. May be
-        called twice.
+        One that nobody wants any more is not fetched to its end. May be called twice.
         """
-        with self._lock:
-            if self._is_finished:
-                return
-            self._is_finished = True
-        if self._lease is not None:
-            self._host.release([self._lease])
-        elif self.fetch is not None:
-            self.fetch.cancel()  # nothing to one that is complete
-            if self.fetch.is_quiet:
-                self._settle(self.fetch)
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            self._promoter.reader_left(transfer, is_wanted=is_wanted)
 
-    def give_up(self) -> None:
-        """It was never fetched: its space is free again."""
-        with self._lock:
-            reservation, self._reservation = self._reservation, None
-        if reservation is not None:
-            self._host.abort(reservation)
 
-    def became_quiet(self, fetch: ChunkFetch) -> None:
-        """The fetch's callback. A missed chunk's space is freed when its readers know of it."""
-        with self._lock:
-            if not self._is_finished:
-                return
-        self._settle(fetch)
+class _Transfer:
+    """A chunk that arrives, and who reads it. What changes is under the promoter's lock."""
 
-    def _settle(self, fetch: ChunkFetch) -> None:
-        with self._lock:
-            reservation, self._reservation = self._reservation, None
-        if reservation is None:
-            return
-        if fetch.is_complete:
-            self._host.commit(reservation)
-        else:
-            self._host.abort(reservation)
+    def __init__(self, query: ChunkQuery, lease: Lease, reservation: Reservation | None) -> None:
+        self.token_bytes = token_bytes(query.token_ids)
+        self.lease = lease  # until it is fetched, and read
+        self.reservation = reservation  # None: another process of the node fetches it
+        self.chunk: ChunkFetch | None = None
+        self.is_fetched = reservation is None
+        self.num_readers = 0
 
 
 class Promoter:
-    """Looks chunks up in the arena, then in Redis, and fetches what only Redis has. Thread-safe.
+    """Looks up in the second level what the arena lacks, and fetches it there. Thread-safe.
 
-    The arena's reservation lets one process of the node fetch a chunk; the others find it reserved,
-    and wait for it, or do without.
+    The arena's reservation lets one process of the node fetch a chunk; the others read along while
+    it arrives. One that has come whole becomes resident.
     """
 
-    def __init__(self, host: ChunkStore, remote: RemoteTier) -> None:
+    def __init__(self, host: ChunkStore, remote: RemoteTier, view: ArenaView) -> None:
+        """view: of the arena that `host` keeps and `remote` fills"""
         self._host = host
         self._remote = remote
+        self._view = view
+        self._starting = threading.Lock()  # from "nobody fetches it" to "it is being fetched"
+        self._lock = threading.Lock()
+        self._transfers: dict[bytes, _Transfer] = {}
 
     def promote(
-        self,
-        wanted: Sequence[ChunkQuery],
-        layers: Sequence[int],
-        *,
-        deadline_ms: float,
-        wait_ms: float = 0.0,
-    ) -> list[Promotion | None]:
-        """In the order of the queries; a chunk that is wanted twice is one promotion, twice.
+        self, wanted: Sequence[ChunkQuery], layers: Sequence[int], *, deadline_ms: float
+    ) -> list[ArrivingChunk | None]:
+        """In the order of the queries; None for what is resident, and for what is nowhere.
+
+        Blocks for a lookup in the second level. A chunk that is wanted twice is one hold, twice.
+        Raises KvTierError if the arena's index can not be used.
 
         layers: all layers, in the order they are needed
         deadline_ms: of the fetch, from now
-        wait_ms: how long to wait for chunks that other processes of the node are fetching; not
-        there in time is None, as a miss is
         """
-        end_s = time.monotonic() + wait_ms / 1e3
         asked: dict[bytes, ChunkQuery] = {}
         for query in wanted:
             asked.setdefault(query.key, query)
-        queries = list(asked.values())
-        found = self._resident(queries)
-        missing = [query for query in queries if query.key not in found]
-        manifests = zip(missing, self._remote.lookup(missing) if missing else [], strict=True)
-        stored = [(query, manifest) for query, manifest in manifests if manifest is not None]
-        reserved: list[tuple[Promotion, FetchRequest]] = []
-        elsewhere: list[ChunkQuery] = []
-        for query, manifest in stored:
-            reservation = self._reserve(query, manifest)
-            if reservation is None:
-                elsewhere.append(query)
-                continue
-            promotion = Promotion(self._host, reservation=reservation)
-            request = FetchRequest(location=reservation.location, encoding=manifest.shape.encoding)
-            reserved.append((promotion, request))
-            found[query.key] = promotion
-        if reserved:
-            self._fetch(reserved, layers, deadline_ms)
-        found |= self._wait_for(elsewhere, end_s)
+        found = self._join(list(asked.values()))
+        try:
+            missing = self._not_resident([q for key, q in asked.items() if key not in found])
+            manifests = zip(missing, self._remote.lookup(missing) if missing else [], strict=True)
+            stored = [(query, manifest) for query, manifest in manifests if manifest is not None]
+            if stored:
+                with self._starting:
+                    self._start(stored, layers, deadline_ms, found)
+        except Exception:
+            for hold in found.values():
+                hold.release(is_wanted=False)
+            raise
         return [
             found.get(query.key) if _same_tokens(query, asked[query.key]) else None
             for query in wanted
         ]
 
-    def _fetch(
+    def _not_resident(self, queries: Sequence[ChunkQuery]) -> list[ChunkQuery]:
+        is_resident = self._host.contains([query.key for query in queries])
+        return [query for query, yes in zip(queries, is_resident, strict=True) if not yes]
+
+    def _join(self, queries: Sequence[ChunkQuery]) -> dict[bytes, ArrivingChunk]:
+        """Those that are on their way already, as far as this process knows."""
+        joined: dict[bytes, ArrivingChunk] = {}
+        with self._lock:
+            for query in queries:
+                transfer = self._transfers.get(query.key)
+                if transfer is not None and transfer.token_bytes == token_bytes(query.token_ids):
+                    joined[query.key] = self._new_reader(transfer)
+        return joined
+
+    def _start(
         self,
-        reserved: list[tuple[Promotion, FetchRequest]],
+        stored: Sequence[tuple[ChunkQuery, Manifest]],
         layers: Sequence[int],
         deadline_ms: float,
+        found: dict[bytes, ArrivingChunk],
     ) -> None:
-        by_key = {promotion.location.key: promotion for promotion, _ in reserved}
+        """Fetch what nobody fetches yet; `found` gets a hold on each chunk that will come."""
+        found |= self._join([query for query, _ in stored])  # another thread was faster
+        started: dict[bytes, _Transfer] = {}
+        requests: list[FetchRequest] = []
+        for query, manifest in stored:
+            if query.key in found:
+                continue
+            reservation = self._reserve(query, manifest)
+            transfer = self._transfer(query, reservation)
+            if transfer is None:
+                continue
+            with self._lock:
+                self._transfers[query.key] = transfer
+                found[query.key] = self._new_reader(transfer)
+            if reservation is not None:
+                started[query.key] = transfer
+                encoding = manifest.shape.encoding
+                requests.append(FetchRequest(location=reservation.location, encoding=encoding))
+        if not requests:
+            return
         try:
             fetch = self._remote.fetch(
-                [request for _, request in reserved],
+                requests,
                 layers,
                 deadline_ms=deadline_ms,
-                on_quiet=lambda chunk: by_key[chunk.location.key].became_quiet(chunk),
+                on_quiet=lambda chunk: self._fetched(started[chunk.location.key], chunk),
             )
         except Exception:
-            for promotion, _ in reserved:
-                promotion.give_up()
+            for transfer in started.values():
+                self._fetched(transfer, None)
             raise
-        for (promotion, _), chunk in zip(reserved, fetch.chunks, strict=True):
-            promotion.fetch = chunk
-
-    def _resident(self, queries: Sequence[ChunkQuery]) -> dict[bytes, Promotion]:
-        leases = zip(queries, self._host.lookup(queries), strict=True)
-        return {
-            query.key: Promotion(self._host, lease=lease)
-            for query, lease in leases
-            if lease is not None
-        }
+        for chunk in fetch.chunks:
+            started[chunk.location.key].chunk = chunk
 
     def _reserve(self, query: ChunkQuery, manifest: Manifest) -> Reservation | None:
         return self._host.reserve(
@@ -182,20 +164,64 @@ class Promoter:
             content_id=manifest.content_id,
         )
 
-    def _wait_for(self, queries: list[ChunkQuery], end_s: float) -> dict[bytes, Promotion]:
-        """Those that become resident in time. Looks without counting a miss each time."""
-        found: dict[bytes, Promotion] = {}
-        waiting = list(queries)
-        while waiting:
-            is_there = self._host.contains([query.key for query in waiting])
-            there = [query for query, yes in zip(waiting, is_there, strict=True) if yes]
-            if there:
-                found |= self._resident(there)
-                waiting = [query for query in waiting if query.key not in found]
-            if time.monotonic() + _POLL_S >= end_s:
-                break
-            time.sleep(_POLL_S)
-        return found
+    def _transfer(self, query: ChunkQuery, reservation: Reservation | None) -> _Transfer | None:
+        """One that we reserved, or one to read along with. None if there is no room for it."""
+        for attempt in range(_MARK_TRIES):
+            (lease,) = self._host.lease_unfinished([query])
+            if lease is None:
+                return None
+            if reservation is not None:
+                return _Transfer(query, lease, reservation)
+            if self._view.arrival(lease.location) is not Arrival.GONE:
+                return _Transfer(query, lease, None)
+            self._host.release([lease])
+            if attempt < _MARK_TRIES - 1:
+                time.sleep(_MARK_WAIT_S)
+        return None  # it is being computed, which may take long
+
+    def _fetched(self, transfer: _Transfer, chunk: ChunkFetch | None) -> None:
+        """Nothing writes to its entry any more."""
+        assert transfer.reservation is not None
+        try:
+            if chunk is not None and chunk.is_complete:
+                self._host.commit(transfer.reservation)
+            else:
+                self._host.abort(transfer.reservation)
+        except KvTierError:
+            log.exception("a fetched chunk could not be kept or given up")
+        with self._lock:
+            transfer.is_fetched = True
+            is_over = self._forget_if_over(transfer)
+        if is_over:
+            self._release(transfer)
+
+    def _new_reader(self, transfer: _Transfer) -> ArrivingChunk:
+        transfer.num_readers += 1
+        return ArrivingChunk(self, transfer)
+
+    def reader_left(self, transfer: _Transfer, *, is_wanted: bool) -> None:
+        with self._lock:
+            transfer.num_readers -= 1
+            is_over = self._forget_if_over(transfer)
+            is_unread = transfer.num_readers == 0
+        if is_over:
+            self._release(transfer)
+        elif is_unread and not is_wanted and transfer.chunk is not None:
+            transfer.chunk.cancel()
+
+    def _forget_if_over(self, transfer: _Transfer) -> bool:
+        """The caller holds the lock."""
+        is_over = transfer.is_fetched and transfer.num_readers == 0
+        key = transfer.lease.location.key
+        if is_over and self._transfers.get(key) is transfer:
+            del self._transfers[key]
+        return is_over
+
+    def _release(self, transfer: _Transfer) -> None:
+        try:
+            self._host.release([transfer.lease])
+        except KvTierError:
+            log.exception("the lease of a promoted chunk could not be released")
 
 
 def _same_tokens(a: ChunkQuery, b: ChunkQuery) -> bool:

@@ -14,7 +14,7 @@ from kv_tier.redis.layer_read import LayerReader
 from kv_tier.redis.link import EmulatedLink, LinkMeter
 from kv_tier.redis.misses import Miss
 from kv_tier.redis.node import RedisNode
-from kv_tier.redis.resp import RespConnection
+from kv_tier.redis.resp import RespConnection, command
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class NodeReader:
                     flight.append(piece)
                     if connection is None:
                         connection = self._node.acquire(self._deadline_s(piece))
-                    self._request(reader, connection, piece)
+                    self._request(connection, piece)
                 if connection is not None and flight:
                     self._read(reader, connection, flight[0])
                     flight.popleft().chunk.end()
@@ -144,16 +144,16 @@ class NodeReader:
         """When a piece whose turn it is must be there."""
         return min(time.monotonic() + self._value_deadline_s, piece.chunk.deadline_s)
 
-    def _request(self, reader: LayerReader, connection: RespConnection, piece: Piece) -> None:
+    def _request(self, connection: RespConnection, piece: Piece) -> None:
         piece.requested_at_s = time.monotonic()
         self._meter.awaiting()
-        connection.send(reader.request(piece.chunk, piece.name), self._deadline_s(piece))
+        connection.send(command(b"GET", piece.name), self._deadline_s(piece))
 
     def _read(self, reader: LayerReader, connection: RespConnection, piece: Piece) -> None:
         """Receive the piece whose turn it is: its layer is ready, or its chunk has missed."""
         chunk, deadline_s = piece.chunk, self._deadline_s(piece)
         miss = reader.receive(connection, chunk, piece.layer, deadline_s)
-        num_bytes = chunk.num_layer_bytes if miss is None else 0
+        num_bytes = chunk.layer_bytes if miss is None else 0
         if self._link is not None and num_bytes:
             self._hold_back(piece, num_bytes, deadline_s)
         self._meter.ended(num_bytes)

@@ -10,8 +10,8 @@ whether it is whole, and a lost node costs its own chunks instead of a layer of 
                   offset 128          uint64 checksums [2, num_kv_heads] of the blocks that follow
                   prefix_bytes        blocks [2, num_kv_heads, block_bytes], K then V
 
-Some heads are thus two contiguous ranges of one value, and verify without the others. In `raw`
-encoding the blocks and their checksums are, bit for bit, those of the arena's entry.
+Any range of heads is contiguous, as in the arena. In `raw` encoding the blocks and their checksums
+are, bit for bit, those of the arena's entry.
 """
 
 import struct
@@ -61,11 +61,6 @@ class StoredShape:
     @property
     def value_bytes(self) -> int:
         return self.prefix_bytes + self.payload_bytes
-
-    def blocks_range(self, first: int, num_blocks: int) -> tuple[int, int]:
-        """Half-open byte range in the value, of blocks [first, first + num_blocks)."""
-        start = self.prefix_bytes + first * self.block_bytes
-        return start, start + num_blocks * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +118,6 @@ def check_prefix(prefix: memoryview, key: bytes, shape: StoredShape, layer: int)
         return Miss.FOREIGN
     is_intact = prefix[_LAYER_FIELDS.size : HEADER_BYTES] == _digest(fields + checksums)
     return Miss.FOREIGN if is_intact else Miss.CORRUPT
-
-
-def prefix_checksums(prefix: memoryview, first: int, num_blocks: int) -> memoryview:
-    """Of blocks [first, first + num_blocks)"""
-    start = HEADER_BYTES + first * CHECKSUM_BYTES
-    return prefix[start : start + num_blocks * CHECKSUM_BYTES]
 
 
 def pack_manifest(manifest: Manifest) -> bytes:

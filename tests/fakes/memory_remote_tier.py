@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from kv_tier import ChunkQuery, KvLayout
 from kv_tier.keys import token_bytes
-from kv_tier.layout import CHECKSUM_BYTES
 from kv_tier.redis import (
     ChunkFetch,
     ChunkWrite,
@@ -142,14 +141,8 @@ class MemoryRemoteTier:
         else:
             place = replace(chunk.location, offset=0)
             source = EntryMemory(content, place, self._layout)
-            table = source.checksums(layer)
-            for first, num_blocks in chunk.block_runs:
-                chunk.entry.blocks(layer, first, num_blocks)[:] = source.blocks(
-                    layer, first, num_blocks
-                )
-                end = first + num_blocks
-                checksums = table[first * CHECKSUM_BYTES : end * CHECKSUM_BYTES]
-                chunk.entry.put_checksums(layer, first, checksums)
+            chunk.entry.layer(layer)[:] = source.layer(layer)
+            chunk.entry.put_checksums(layer, source.checksums(layer))
             self._counters.add(Count.LAYERS_READ)
             chunk.layer_ready(layer)
         chunk.end()

@@ -149,6 +149,8 @@ class ArenaSink:
 class CountedArrivals:
     """Every layer is there at the n-th look at it."""
 
+    keys: tuple[bytes, ...] = ()
+
     def __init__(self, num_looks: int) -> None:
         self._num_looks = num_looks
         self._looks: Counter[int] = Counter()
@@ -156,6 +158,9 @@ class CountedArrivals:
     def is_ready(self, layer: int) -> bool:
         self._looks[layer] += 1
         return self._looks[layer] >= self._num_looks
+
+    def have_missed(self) -> list[bool]:
+        return []
 
     def expected_ms(self, layer: int) -> float:
         return 0.0
@@ -234,8 +239,8 @@ def rank_agree(values: list[list[float]]) -> Tensor:
     return sliced("llama").agree(torch.tensor(values[dist.get_rank()]).t())
 
 
-def rank_all_ready(ready: list[bool]) -> bool:
-    return sliced("llama").all_ready(ready[dist.get_rank()])
+def rank_all_ready(ready: list[bool]) -> list[bool]:
+    return sliced("llama").all_ready([ready[dist.get_rank()], True])
 
 
 def rank_refusal(kwargs: dict) -> str:
@@ -660,14 +665,14 @@ def test_ranks_agree_on_what_rank_0_says(ranks):
 
 @pytest.mark.parametrize("ready", [[True, True], [True, False], [False, True], [False, False]])
 def test_all_are_ready_only_if_each_is(ranks, ready):
-    assert ranks(rank_all_ready, ready) == [all(ready)] * NUM_RANKS
+    assert ranks(rank_all_ready, ready) == [[all(ready), True]] * NUM_RANKS
 
 
 def test_one_rank_needs_nobody_to_agree_with():
     model, values = TransformersModel(build("llama")), torch.tensor([1.0, 2.0])
     assert model.agree(values).equal(values)
     assert model.reduce_scores(values).equal(values)
-    assert [model.all_ready(ready) for ready in (True, False)] == [True, False]
+    assert model.all_ready([True, False]) == [True, False]
     assert model.num_ranks == 1 and model.stores_heads
 
 
@@ -734,4 +739,4 @@ def test_every_head_is_held_with_its_kv_head_and_stored_once(num_kv_heads, num_r
 def test_a_failure_on_the_ranks_is_told(ranks):
     with pytest.raises(RuntimeError, match=r"on rank 0:[\s\S]*index out of range[\s\S]*on rank 1"):
         ranks(rank_agree, [])
-    assert ranks(rank_all_ready, [True, True]) == [True, True]
+    assert ranks(rank_all_ready, [True, True]) == [[True, True]] * NUM_RANKS

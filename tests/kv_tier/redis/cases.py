@@ -56,8 +56,7 @@ class Arena:
         for layer in range(self.layout.num_layers):
             kv = kv_of(chunk, layer, num_tokens, self.layout).contiguous()
             entry.layer(layer)[:] = kv.view(torch.uint8).numpy().reshape(-1).data
-            num_blocks = 2 * self.layout.num_kv_heads
-            entry.put_checksums(layer, 0, entry.found_checksums(layer, 0, num_blocks))
+            entry.put_checksums(layer, entry.found_checksums(layer))
         entry.write_header()
         return location
 
@@ -114,15 +113,8 @@ def lookup(tier: RemoteTier, *chunks: int) -> list[Manifest | None]:
     return tier.lookup([query(chunk) for chunk in chunks])
 
 
-def request(
-    location: ChunkLocation,
-    encoding: Encoding = Encoding.RAW,
-    head_start: int = 0,
-    num_heads: int | None = None,
-) -> FetchRequest:
-    return FetchRequest(
-        location=location, encoding=encoding, head_start=head_start, num_heads=num_heads
-    )
+def request(location: ChunkLocation, encoding: Encoding = Encoding.RAW) -> FetchRequest:
+    return FetchRequest(location=location, encoding=encoding)
 
 
 def fetch(

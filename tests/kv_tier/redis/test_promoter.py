@@ -1,15 +1,25 @@
 """From Redis to the arena of a node: once, whoever asks, and only whole chunks stay."""
 
 import multiprocessing
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from kv_tier import ArenaView, ChunkQuery, HostTier
-from kv_tier.redis import ChunkWrite, Miss, Promoter, Promotion, RemoteTier
+from kv_tier.arrival import Arrival
+from kv_tier.redis import (
+    ArrivingChunk,
+    ChunkWrite,
+    Count,
+    LinkLimit,
+    Miss,
+    Promoter,
+    RedisTier,
+    RemoteTier,
+)
 from tests.fakes.memory_remote_tier import MemoryRemoteTier
 from tests.kv_tier.arena_cases import (
     LAYOUT,
@@ -28,6 +38,7 @@ from tests.kv_tier.redis.servers import RedisServer, eventually
 
 LAYERS = range(LAYOUT.num_layers)
 HEADS = (0, LAYOUT.num_kv_heads)
+SLOW = LinkLimit(latency_ms=50.0)
 
 
 @pytest.fixture
@@ -47,8 +58,6 @@ def remote(request: pytest.FixtureRequest, view: ArenaView) -> Iterator[RemoteTi
     if request.param == "memory":
         yield MemoryRemoteTier(LAYOUT, arena)
         return
-    from kv_tier.redis import RedisTier
-
     server = request.getfixturevalue("server")
     with RedisTier(cases.config(server.url), LAYOUT, arena) as tier:
         yield tier
@@ -78,57 +87,106 @@ def store(host: HostTier, view: ArenaView, remote: RemoteTier, *chunks: int) -> 
     view.mapping.zero_()
 
 
-def promote(host: HostTier, remote: RemoteTier, *chunks: int) -> list[Promotion | None]:
+def promote(
+    host: HostTier, view: ArenaView, remote: RemoteTier, *chunks: int
+) -> list[ArrivingChunk | None]:
     wanted = [query(chunk) for chunk in chunks]
-    return Promoter(host, remote).promote(wanted, LAYERS, deadline_ms=LONG_MS)
+    return Promoter(host, remote, view).promote(wanted, LAYERS, deadline_ms=LONG_MS)
+
+
+def wait_whole(view: ArenaView, *arriving: ArrivingChunk | None) -> None:
+    for chunk in arriving:
+        assert chunk is not None
+        eventually(lambda chunk=chunk: view.arrival(chunk.location) is Arrival.WHOLE)
 
 
 def test_chunks_come_from_redis_and_stay(
     host: HostTier, view: ArenaView, remote: RemoteTier
 ) -> None:
     store(host, view, remote, 1, 2)
-    found = promote(host, remote, 1, 3, 2, 1)
+    found = promote(host, view, remote, 1, 3, 2, 1)
     first, absent, second, again = found
     assert absent is None and first is not None and second is not None
     assert again is first  # wanted twice, fetched once
-    for layer in LAYERS:
-        assert first.wait_layer(layer) and second.wait_layer(layer)
-    assert not first.was_resident
+    wait_whole(view, first, second)
     assert holds(view, first.location, 1, *HEADS) and holds(view, second.location, 2, *HEADS)
-    assert resident(host, range(5)) == set()  # reserved until its readers are done
-    for promotion in (first, second, first):
-        promotion.finish()
-    assert resident(host, range(5)) == {1, 2}
+    eventually(lambda: resident(host, range(5)) == {1, 2})
+    assert host.stats().num_leases == 2  # of those who read them
+    for chunk in (first, second, first):
+        chunk.release()
     (info,) = host.find("chunk-1")
     assert (info.recompute_ms, info.num_leases) == (7.0, 0)
     assert host.stats().num_reservations == 0
     assert host.check_integrity() == []
 
 
-def test_what_is_resident_is_leased(host: HostTier, view: ArenaView, remote: RemoteTier) -> None:
+def test_what_is_resident_is_not_fetched(
+    host: HostTier, view: ArenaView, remote: RemoteTier
+) -> None:
     store(host, view, remote, 1)
-    for was_resident in (False, True):
-        (promotion,) = promote(host, remote, 1)
-        assert promotion is not None and promotion.was_resident is was_resident
-        assert promotion.wait_layer(0) and promotion.wait_layer(1)
-        assert host.stats().num_leases == was_resident
-        promotion.finish()
+    (chunk,) = promote(host, view, remote, 1)
+    wait_whole(view, chunk)
+    eventually(lambda: resident(host, [1]) == {1})
+    chunk.release()
+    assert promote(host, view, remote, 1) == [None]
     assert host.stats().num_leases == 0
+    assert remote.stats().counts[Count.CHUNKS_READ] == 1
 
 
 def test_a_chunk_that_misses_leaves_no_space_taken(
     host: HostTier, view: ArenaView, remote: RemoteTier
 ) -> None:
     store(host, view, remote, 1)
-    (promotion,) = Promoter(host, remote).promote([query(1)], LAYERS, deadline_ms=0.0)
-    assert promotion is not None
-    assert not promotion.wait_layer(1)
-    assert promotion.has_missed
-    assert host.stats().num_reservations == 1
-    promotion.finish()
+    (chunk,) = Promoter(host, remote, view).promote([query(1)], LAYERS, deadline_ms=0.0)
+    assert chunk is not None
+    eventually(lambda: view.arrival(chunk.location) is Arrival.GONE)
     eventually(lambda: host.stats().num_reservations == 0)
+    assert host.stats().used_bytes > 0  # its reader may still be at it
+    assert promote(host, view, remote, 1) == [None]
+    chunk.release()
     assert host.stats().used_bytes == 0
     assert misses(remote) == {Miss.DEADLINE: 1}
+    assert host.check_integrity() == []
+
+
+@pytest.mark.redis
+def test_a_chunk_that_nobody_wants_any_more_is_not_kept(
+    host: HostTier, view: ArenaView, server: RedisServer
+) -> None:
+    arena = memoryview(view.mapping.numpy())
+    slow = LinkLimit(latency_ms=200.0)
+    with RedisTier(cases.config(server.url, limit=slow), LAYOUT, arena) as remote:
+        store(host, view, remote, 1)
+        promoter = Promoter(host, remote, view)
+        (first,) = promoter.promote([query(1)], LAYERS, deadline_ms=LONG_MS)
+        (second,) = promoter.promote([query(1)], LAYERS, deadline_ms=LONG_MS)
+        assert first is not None and second is not None and first is not second
+        first.release(is_wanted=False)
+        assert view.arrival(second.location) is not Arrival.GONE  # one reader is left
+        second.release(is_wanted=False)
+        eventually(lambda: host.stats().used_bytes == 0)
+        assert misses(remote) == {Miss.CANCELLED: 1}
+        assert resident(host, [1]) == set()
+
+
+@pytest.mark.redis
+def test_a_chunk_goes_on_arriving_behind_a_reader_that_is_done(
+    host: HostTier, view: ArenaView, server: RedisServer
+) -> None:
+    arena = memoryview(view.mapping.numpy())
+    with RedisTier(cases.config(server.url, limit=SLOW), LAYOUT, arena) as remote:
+        store(host, view, remote, 1)
+        promoter = Promoter(host, remote, view)
+        (first,) = promoter.promote([query(1)], LAYERS, deadline_ms=LONG_MS)
+        assert first is not None
+        first.release()
+        (second,) = promoter.promote([query(1)], LAYERS, deadline_ms=LONG_MS)
+        wait_whole(view, second)
+        eventually(lambda: resident(host, [1]) == {1})
+        assert host.stats().num_leases == 1
+        second.release()
+        assert host.stats().num_leases == 0
+        assert remote.stats().counts[Count.CHUNKS_READ] == 1
 
 
 def test_layers_that_can_not_be_leave_no_space_taken(
@@ -136,58 +194,83 @@ def test_layers_that_can_not_be_leave_no_space_taken(
 ) -> None:
     store(host, view, remote, 1)
     with pytest.raises(ValueError, match="layers"):
-        Promoter(host, remote).promote([query(1)], [0, 0], deadline_ms=LONG_MS)
-    assert host.stats().num_reservations == 0
+        Promoter(host, remote, view).promote([query(1)], [0, 0], deadline_ms=LONG_MS)
+    assert host.stats().used_bytes == 0
 
 
 def test_no_room_is_a_miss(host: HostTier, view: ArenaView, remote: RemoteTier) -> None:
     store(host, view, remote, 1)
     kept = [reserve(host, 100 + i, 1) for i in range(16)]
     assert None not in kept
-    assert promote(host, remote, 1) == [None]
+    assert promote(host, view, remote, 1) == [None]
 
 
-def test_a_chunk_that_another_process_fetches_is_waited_for(
+def test_a_chunk_that_is_computed_meanwhile_is_a_miss(
     host: HostTier, view: ArenaView, remote: RemoteTier
 ) -> None:
+    """Who computes it may have to wait for those who would wait for it."""
     store(host, view, remote, 1)
-    (first,) = promote(host, remote, 1)
-    assert first is not None
-    with open_tier(host.config.directory, num_granules=16) as other:
-        assert promote(other, remote, 1) == [None]  # no time to wait
-        first.wait_layer(1)
-        timer = threading.Timer(0.05, first.finish)
-        timer.start()
-        (second,) = Promoter(other, remote).promote(
-            [query(1)], LAYERS, deadline_ms=LONG_MS, wait_ms=LONG_MS
-        )
-        timer.join()
-        assert second is not None and second.was_resident
-        assert second.location == first.location
-        second.finish()
+    assert reserve(host, 1) is not None
+    assert promote(host, view, remote, 1) == [None]
+    assert host.stats().num_leases == 0
+
+
+@pytest.mark.redis
+def test_a_chunk_that_another_process_fetches_is_read_along(
+    host: HostTier, view: ArenaView, server: RedisServer
+) -> None:
+    arena = memoryview(view.mapping.numpy())
+    with RedisTier(cases.config(server.url, limit=SLOW), LAYOUT, arena) as remote:
+        store(host, view, remote, 1)
+        (first,) = promote(host, view, remote, 1)
+        assert first is not None
+        with open_tier(host.config.directory, num_granules=16) as other:
+            (second,) = promote(other, view, remote, 1)
+            assert second is not None and second.location == first.location
+            first.release()
+            eventually(lambda: view.has_arrived(second.location, 0, *HEADS))
+            wait_whole(view, second)
+            assert holds(view, second.location, 1, *HEADS)
+            second.release()
+        assert remote.stats().counts[Count.CHUNKS_READ] == 1
+    assert host.stats().num_leases == 0
+    assert resident(host, [1]) == {1}
+
+
+def test_threads_that_want_one_chunk_fetch_it_once(
+    host: HostTier, view: ArenaView, remote: RemoteTier
+) -> None:
+    store(host, view, remote, 1, 2, 3)
+    promoter = Promoter(host, remote, view)
+    wanted = [query(chunk) for chunk in (1, 2, 3)]
+
+    def bring(_: int) -> None:
+        for chunk in promoter.promote(wanted, LAYERS, deadline_ms=LONG_MS):
+            if chunk is not None:
+                wait_whole(view, chunk)
+                chunk.release()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(bring, range(32)))
+    assert remote.stats().counts[Count.CHUNKS_READ] == 3
+    assert misses(remote) == {}
+    assert resident(host, range(5)) == {1, 2, 3}
+    assert host.stats().num_leases == 0
 
 
 def promote_in_a_process(directory: Path, url: str, results: "multiprocessing.Queue[int]") -> None:
-    """Fetch the chunks, or wait for those who do; how many layers were read here."""
-    from kv_tier.redis import Count, RedisTier
-
+    """Fetch the chunks, or read along with who does; how many layers were read here."""
     torch.set_num_threads(1)
     with open_tier(directory, num_granules=16) as host:
         view = ArenaView(directory, LAYOUT)
         with RedisTier(cases.config(url), LAYOUT, memoryview(view.mapping.numpy())) as remote:
-            found = Promoter(host, remote).promote(
-                [query(chunk) for chunk in range(1, 6)],
-                LAYERS,
-                deadline_ms=LONG_MS,
-                wait_ms=0.0,
-            )
-            for chunk, promotion in enumerate(found, start=1):
-                if promotion is None:
-                    continue
-                assert promotion.wait_layer(LAYERS[-1])
-                assert promotion.fetch is None or promotion.fetch.wait_quiet()
-                assert holds(view, promotion.location, chunk, *HEADS)
-                promotion.finish()
+            found = promote(host, view, remote, 1, 2, 3, 4, 5)
+            for number, chunk in enumerate(found, start=1):
+                if chunk is not None:
+                    wait_whole(view, chunk)
+                    assert holds(view, chunk.location, number, *HEADS)
+                    chunk.release()
+            eventually(lambda: resident(host, range(6)) == {1, 2, 3, 4, 5})
             results.put(remote.stats().counts[Count.LAYERS_READ])
 
 
@@ -195,8 +278,6 @@ def promote_in_a_process(directory: Path, url: str, results: "multiprocessing.Qu
 def test_two_processes_of_a_node_fetch_once(
     host: HostTier, view: ArenaView, server: RedisServer
 ) -> None:
-    from kv_tier.redis import RedisTier
-
     arena = memoryview(view.mapping.numpy())
     with RedisTier(cases.config(server.url), LAYOUT, arena) as remote:
         store(host, view, remote, 1, 2, 3, 4, 5)
@@ -211,7 +292,6 @@ def test_two_processes_of_a_node_fetch_once(
         process.join()
         assert process.exitcode == 0
     assert sum(num_read) == 5 * LAYOUT.num_layers
-    assert resident(host, range(6)) == {1, 2, 3, 4, 5}
     assert host.check_integrity() == []
 
 
@@ -219,11 +299,11 @@ def test_a_key_of_other_tokens_is_a_miss(
     host: HostTier, view: ArenaView, remote: RemoteTier
 ) -> None:
     store(host, view, remote, 1)
+    promoter = Promoter(host, remote, view)
     collision = ChunkQuery(key=key_of(1), token_ids=tokens_of(2))
-    (found,) = Promoter(host, remote).promote([collision], LAYERS, deadline_ms=LONG_MS)
-    assert found is None
+    assert promoter.promote([collision], LAYERS, deadline_ms=LONG_MS) == [None]
     assert misses(remote) == {Miss.COLLISION: 1}
     both = [query(1), collision, query(1)]
-    first, other, again = Promoter(host, remote).promote(both, LAYERS, deadline_ms=LONG_MS)
+    first, other, again = promoter.promote(both, LAYERS, deadline_ms=LONG_MS)
     assert first is again is not None and other is None
-    first.finish()
+    first.release()

@@ -80,16 +80,9 @@ class World:
             for chunk, _ in there:
                 entry = places[chunk]
                 self.arena.memory[entry.offset : entry.offset + entry.nbytes] = bytes(entry.nbytes)
-            degree = rng.choice([1, 2])
             requests = [
-                FetchRequest(
-                    location=places[chunk],
-                    encoding=manifest.shape.encoding,
-                    head_start=rank * 2 // degree,
-                    num_heads=2 // degree,
-                )
+                FetchRequest(location=places[chunk], encoding=manifest.shape.encoding)
                 for chunk, manifest in there
-                for rank in range(degree)
             ]
             layers = rng.sample(range(LAYOUT.num_layers), LAYOUT.num_layers)
             fetch = self.tier.fetch(requests, layers, deadline_ms=2 * DEADLINE_MS)
@@ -97,9 +90,8 @@ class World:
                 fetch.cancel()
             fetch.wait_quiet()
             self.slowest_s = max(self.slowest_s, time.monotonic() - started_s)
-            for i, (chunk, _) in enumerate(there):
-                ranks = fetch.chunks[i * degree : (i + 1) * degree]
-                if not all(rank.is_complete for rank in ranks):
+            for fetched, (chunk, _) in zip(fetch.chunks, there, strict=True):
+                if not fetched.is_complete:
                     self.num_missed += 1
                     continue
                 self.num_whole += 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from kv_tier import ChunkQuery
-from kv_tier.redis import ChunkFetch, ChunkWrite, Count, Encoding, Miss, RemoteTier
+from kv_tier.redis import ChunkFetch, ChunkWrite, Count, Miss, RemoteTier
 from tests.fakes.memory_remote_tier import MemoryRemoteTier
 from tests.kv_tier.redis.cases import (
     LAYERS,
@@ -74,36 +74,6 @@ def test_a_fetched_entry_is_the_written_one(remote: RemoteTier, arena: Arena) ->
     assert fetched.chunks[0].is_complete and fetched.chunks[0].miss is None
     assert arena.bytes_of(place) == arena.bytes_of(source)
     assert counted(remote, Count.CHUNKS_READ) == 1
-
-
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_ranks_of_any_degree_read_their_heads(
-    remote: RemoteTier, arena: Arena, degree: int
-) -> None:
-    source = arena.fill(1)
-    assert offer(remote, source, 1)
-    assert remote.flush(LONG_MS)
-    place = arena.place(1)
-    num_heads = LAYOUT.num_kv_heads // degree
-    requests = [request(place, Encoding.RAW, rank * num_heads, num_heads) for rank in range(degree)]
-    fetched = remote.fetch(requests, LAYERS, deadline_ms=LONG_MS)
-    assert fetched.wait_quiet()
-    assert all(chunk.is_complete for chunk in fetched.chunks)
-    assert arena.bytes_of(place) == arena.bytes_of(source)
-
-
-def test_one_rank_touches_no_other_heads(remote: RemoteTier, arena: Arena) -> None:
-    source = arena.fill(1)
-    assert offer(remote, source, 1)
-    assert remote.flush(LONG_MS)
-    place = arena.place(1)
-    remote.fetch([request(place, Encoding.RAW, 1, 2)], LAYERS, deadline_ms=LONG_MS).wait_quiet()
-    found, wanted = arena.entry(place), arena.entry(source)
-    for layer in LAYERS:
-        for first in (0, LAYOUT.num_kv_heads):  # of K, of V
-            assert found.blocks(layer, first + 1, 2) == wanted.blocks(layer, first + 1, 2)
-            assert not any(found.blocks(layer, first, 1))
-            assert not any(found.blocks(layer, first + 3, 1))
 
 
 def test_each_layer_is_announced_once_and_then_the_end(remote: RemoteTier, arena: Arena) -> None:

@@ -1,7 +1,6 @@
 """Names and bytes of what is stored: every value says what it is, and is checked."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -102,17 +101,6 @@ def test_no_bit_of_a_manifest_can_change_unseen() -> None:
         assert isinstance(parse_manifest(bytes(changed)), Miss)
     for length in range(len(value)):
         assert isinstance(parse_manifest(value[:length]), Miss)
-
-
-@pytest.mark.parametrize("encoding", Encoding)
-def test_blocks_fill_the_value(encoding: Encoding) -> None:
-    shape = replace(SHAPE, encoding=encoding)
-    num_blocks = 2 * LAYOUT.num_kv_heads
-    edges = [shape.blocks_range(first, 1) for first in range(num_blocks)]
-    assert edges[0][0] == shape.prefix_bytes
-    assert edges[-1][1] == shape.value_bytes
-    assert all(a[1] == b[0] for a, b in pairwise(edges))
-    assert shape.blocks_range(0, num_blocks) == (shape.prefix_bytes, shape.value_bytes)
 
 
 def test_raw_values_are_what_the_arena_holds() -> None:
