@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kv_tier.redis.config import RedisTierConfig
 from planner import (
     BudgetPlannerConfig,
     DemandProfile,
@@ -112,6 +113,7 @@ class IngressConfig:
     default_ttft_slo_ms: float = 2_000.0
     default_max_tokens: int = 256
     scheduler_gone_s: float = 2.0  # without the scheduler for so long: floor plan, any replica
+    redis: RedisTierConfig | None = None  # the second level, to plan with what it holds
     resolve_model: str = ""  # "module:function" from `model` to a folder; empty: it is a folder
 
 

@@ -26,6 +26,7 @@ from kv_tier.keys import content_id
 from planner import (
     ChunkRef,
     Clock,
+    EngineInfo,
     PrefillResult,
     RagRequest,
     RecomputeConfig,
@@ -72,6 +73,14 @@ class ReplicaPort(Protocol):
     async def find_chunk(self, replica_id: str, chunk_id: str) -> StoredChunk | None: ...
 
     async def delete_chunk(self, replica_id: str, chunk_id: str) -> bool: ...
+
+
+class SharedChunksPort(Protocol):
+    async def are_shared(
+        self, chunks: Sequence[tuple[int, ...]], *, cache_salt: str, info: EngineInfo | None
+    ) -> list[bool]:
+        """Which chunks every node can load, in bounded time."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +139,12 @@ class Gateway:
         replicas: ReplicaPort,
         config: GatewayConfig,
         clock: Clock,
+        *,
+        shared: SharedChunksPort | None = None,
     ) -> None:
+        """shared: the second level of the KV tier, where there is one"""
         self._scheduler = scheduler
+        self._shared = shared
         self._replicas = replicas
         self._config = config
         self._clock = clock
@@ -230,13 +243,26 @@ class Gateway:
         finally:
             self._scheduler.record(replace(outcome, num_retries=retries))
 
+    async def _are_shared(self, job: Job) -> list[bool]:
+        chunks = job.prompt.chunks
+        if self._shared is None:
+            return [False] * len(chunks)
+        status = self._scheduler.status
+        info = status.ready[0].info if status and status.ready else None
+        return await self._shared.are_shared(chunks, cache_salt=job.cache_salt, info=info)
+
     async def _admit(self, job: Job, ticket_id: str) -> Ticket:
+        are_shared = await self._are_shared(job)
         profile = RequestProfile(
             request_id=ticket_id,
             num_prefix_tokens=len(job.prompt.prefix_ids),
             chunks=tuple(
-                ChunkRef(chunk_id=content_id(ids, cache_salt=job.cache_salt), num_tokens=len(ids))
-                for ids in job.prompt.chunks
+                ChunkRef(
+                    chunk_id=content_id(ids, cache_salt=job.cache_salt),
+                    num_tokens=len(ids),
+                    is_shared=is_shared,
+                )
+                for ids, is_shared in zip(job.prompt.chunks, are_shared, strict=True)
             ),
             num_suffix_tokens=len(job.prompt.suffix_ids),
             ttft_slo_ms=job.ttft_slo_ms,

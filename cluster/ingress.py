@@ -14,6 +14,7 @@ from cluster.gateway import Gateway
 from cluster.prompt import PromptBuilder
 from cluster.ray_ports import RayReplicas, RayScheduler
 from cluster.replica import load_function
+from cluster.shared_chunks import SharedChunks
 from cluster.tokenizer import HfTokenizer
 from planner import MonotonicClock
 
@@ -44,6 +45,7 @@ class Ingress:
                 default_max_tokens=config.default_max_tokens,
             ),
             clock,
+            shared=None if config.redis is None else SharedChunks(config.redis),
         )
         front = ApiFront(
             gateway,

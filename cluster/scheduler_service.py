@@ -304,7 +304,7 @@ class SchedulerService:
             busy_until_ms=max(now_ms, *in_prefill) if in_prefill else None,
             max_kv_tokens=whole,
             link=report.link,
-            kv_token_bytes=info.kv_token_bytes,
+            kv_token_bytes=info.kv_token_bytes * report.load.loaded_share,
         )
 
     def _explanation(self, decision: BatchDecision, state: ReplicaState) -> str:

@@ -109,6 +109,7 @@ def cluster_config(
             max_model_len=settings.model.max_model_len,
             default_ttft_slo_ms=scheduler.default_ttft_slo_ms,
             default_max_tokens=scheduler.default_max_tokens,
+            redis=settings.kv_tier.redis.config(),
             resolve_model="deploy.models:resolve_model",
         ),
         replica=ReplicaConfig(
@@ -191,6 +192,12 @@ def check_signal(config: SchedulerConfig) -> None:
 
 
 def engine_config(settings: Settings) -> EngineConfig:
+    """Raises SettingsError for settings of several sections that do not go together."""
+    if settings.engine.load_bandwidth_mb_s is not None and settings.kv_tier.redis.url is not None:
+        raise SettingsError(
+            "engine.load_bandwidth_mb_s: emulates a link where there is none; with Redis, set "
+            "kv_tier.redis.limit_gb_per_s"
+        )
     engine, host = settings.engine, settings.kv_tier.host
     kv_cache = engine.kv_cache_memory_bytes
     return EngineConfig(
@@ -214,6 +221,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         host_tier_dir=str(host.path),
         host_tier_bytes=int(host.capacity_bytes),
         max_ingest_backlog=engine.max_ingest_backlog,
+        redis=settings.kv_tier.redis.config(),
         vllm=engine.vllm,
     )
 

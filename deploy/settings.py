@@ -4,10 +4,11 @@ This module alone reads the environment and the file. Unknown keys and impossibl
 refused with the key's name.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -15,9 +16,11 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    SecretStr,
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_settings import (
     BaseSettings,
@@ -25,6 +28,9 @@ from pydantic_settings import (
     SettingsConfigDict,
     YamlConfigSettingsSource,
 )
+
+if TYPE_CHECKING:
+    from kv_tier.redis import RedisTierConfig
 
 ENV_PREFIX = "CACHESMITH_"
 MIN_HOST_TIER_BYTES = 1 << 20
@@ -131,8 +137,62 @@ class HostTierSection(_Section):
         return Path(self.directory or f"/dev/shm/cachesmith-{os.getuid()}")
 
 
+class RedisSection(_Section):
+    """The second level, shared by the nodes; without a url there is none."""
+
+    url: SecretStr | None = None  # redis://user:password@host:port/db, rediss://, unix://
+    mode: Literal["standalone", "sentinel", "cluster"] = "standalone"
+    nodes: tuple[str, ...] = ()
+    sentinel_password: SecretStr | None = None
+    key_prefix: str = "cachesmith"
+    ttl_s: float | None = Field(default=None, gt=0)
+    encoding: Literal["raw", "fp8", "int8"] = "raw"
+    num_connections: Positive = 3
+    depth: Positive = 2
+    lookup_deadline_ms: float = Field(default=50.0, gt=0)
+    value_deadline_ms: float = Field(default=500.0, gt=0)
+    fetch_deadline_ms: float = Field(default=5_000.0, gt=0)
+    write_deadline_ms: float = Field(default=1_000.0, gt=0)
+    connect_deadline_ms: float = Field(default=500.0, gt=0)
+    breaker_failures: Positive = 3
+    probe_interval_ms: float = Field(default=500.0, gt=0)
+    write_backlog_bytes: ByteSize = ByteSize(1 << 30)
+    limit_gb_per_s: float | None = Field(default=None, gt=0)
+    limit_latency_ms: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _can_be_used(self) -> "RedisSection":
+        self.config()
+        return self
+
+    def config(self) -> "RedisTierConfig | None":
+        """Raises ValueError for values that do not go together."""
+        if self.url is None:
+            return None
+        from kv_tier.redis import Encoding, LinkLimit, RedisTierConfig  # brings torch
+
+        values = self.model_dump(exclude={"limit_gb_per_s", "limit_latency_ms"})
+        password = self.sentinel_password
+        limit = None
+        if self.limit_gb_per_s is not None or self.limit_latency_ms:
+            limit = LinkLimit(
+                bytes_per_ms=(self.limit_gb_per_s or math.inf) * 1e6,
+                latency_ms=self.limit_latency_ms,
+            )
+        return RedisTierConfig(
+            **{
+                **values,
+                "url": self.url.get_secret_value(),
+                "sentinel_password": None if password is None else password.get_secret_value(),
+                "encoding": Encoding(self.encoding),
+                "limit": limit,
+            }
+        )
+
+
 class KvTierSection(_Section):
     host: HostTierSection = HostTierSection()
+    redis: RedisSection = RedisSection()
 
 
 class PromptSection(_Section):

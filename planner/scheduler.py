@@ -126,9 +126,15 @@ class SloScheduler(Protocol):
 
 
 def request_shape(profile: RequestProfile, resident: Set[str]) -> PrefillShape:
-    """Split a request's tokens by what the replica's node has in its store."""
-    cached = sum(c.num_tokens for c in profile.chunks if c.chunk_id in resident)
+    """Split a request's tokens by what the replica's node has in its store, or can load there."""
+    chunks = profile.chunks
+    cached = sum([c.num_tokens for c in chunks if c.is_shared or c.chunk_id in resident])
     return PrefillShape(num_cached=cached, num_always=profile.num_prompt_tokens - cached)
+
+
+def hot_tokens(profile: RequestProfile, resident: Set[str]) -> int:
+    """What the node has in its own memory."""
+    return sum([c.num_tokens for c in profile.chunks if c.chunk_id in resident])
 
 
 def plan_input(profile: RequestProfile, replica: ReplicaState) -> PlanInput:
@@ -214,9 +220,7 @@ class FcfsScheduler:
         fitting = [r for r in replicas if self._fits(head, r)]
         if not fitting:
             return None
-        replica = max(
-            fitting, key=lambda r: (request_shape(head, r.resident).num_cached, r.free_kv_tokens)
-        )
+        replica = max(fitting, key=lambda r: (hot_tokens(head, r.resident), r.free_kv_tokens))
         members = self._members(queue, replica)
         for waiting in members:
             del self._waiting[waiting.profile.request_id]

@@ -25,6 +25,7 @@ from planner.scheduler import (
     RefusalReason,
     RefusedRequest,
     ReplicaState,
+    hot_tokens,
     is_reusing,
     phase_key,
     request_shape,
@@ -253,22 +254,23 @@ class CacheSmithScheduler:
 
     def _look_up_row(self, row: int) -> None:
         profile = self._table.entry(row).profile
-        counts: dict[str, int] = {}
+        hot: dict[str, int] = {}
+        stored = 0
         if is_reusing(profile):
-            chunks = [(c.chunk_id, c.num_tokens) for c in profile.chunks]
+            has_shared = any(chunk.is_shared for chunk in profile.chunks)
             for node, r in self._replicas.nodes.items():
-                resident = r.resident
-                counts[node] = sum([num for chunk_id, num in chunks if chunk_id in resident])
-        best = max(counts.values(), default=0)
-        if profile.num_context_tokens and counts:
-            share = best / profile.num_context_tokens
+                hot[node] = hot_tokens(profile, r.resident)
+                num = request_shape(profile, r.resident).num_cached if has_shared else hot[node]
+                stored = max(stored, num)
+        if profile.num_context_tokens and hot:
+            share = stored / profile.num_context_tokens
             self._cached_share += 0.05 * (share - self._cached_share)
-        homes = 0
+        homes, best = 0, max(hot.values(), default=0)
         if best:
-            for node, cached in counts.items():
-                if cached >= ALL_BUT_HOT * best:
+            for node, num in hot.items():
+                if num >= ALL_BUT_HOT * best:
                     homes |= self._bit(node)
-        self._set_curve(row, num_cached=best, homes=homes)
+        self._set_curve(row, num_cached=stored, homes=homes)
 
     def _bit(self, node: str) -> int:
         """Of a set of nodes in 62 bits; of more nodes, some share one."""
@@ -361,14 +363,14 @@ class CacheSmithScheduler:
 
     def _best_replica(self, profile: RequestProfile, free: Sequence[ReplicaState]) -> ReplicaState:
         """The one where most of the request's tokens are hot; then the emptiest."""
-        cached: dict[str, int] = {}
+        hot: dict[str, int] = {}
         reusing = is_reusing(profile)
 
         def preference(r: ReplicaState) -> tuple[int, int, str]:
             node = node_of(r)
-            if node not in cached:
-                cached[node] = request_shape(profile, r.resident).num_cached if reusing else 0
-            return -cached[node], -r.free_kv_tokens, r.replica_id
+            if node not in hot:
+                hot[node] = hot_tokens(profile, r.resident) if reusing else 0
+            return -hot[node], -r.free_kv_tokens, r.replica_id
 
         fitting = [r for r in free if profile.num_prompt_tokens <= room_tokens(profile, r)]
         return min(fitting, key=preference)

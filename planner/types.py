@@ -75,6 +75,7 @@ class ChunkRef:
 
     chunk_id: str
     num_tokens: int
+    is_shared: bool = False  # every node can load its KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +268,11 @@ class EngineInfo:
     parking_tokens: int = 0  # prompts that may be prefilled into host memory meanwhile
     tensor_parallel_size: int
     kv_token_bytes: float = 0.0  # stored KV of one token in one layer
+    # the shape and the key of what it stores; no heads: nothing
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    kv_dtype: str = ""
+    anchor_ids: tuple[int, ...] = ()
     cost_source: str = "measured at start"  # or "profile"
     reuse_refusal: str | None = None  # why chunk reuse is off for this model, if it is
 
@@ -278,3 +284,4 @@ class EngineLoad:
     num_running: int
     num_waiting: int
     num_ingest_backlog: int
+    loaded_share: float = 1.0  # of stored tokens, those that come over the engine's link

@@ -11,9 +11,11 @@ from typing import Protocol
 
 from kv_tier.host_tier import HostTier
 from kv_tier.keys import KeySpace, content_id
+from kv_tier.store import ChunkQuery
 from replicas.batch import SegmentKind
 from replicas.connector_types import RequestParams, ResultParams, SegmentSpan
 from replicas.interface import EngineDeadError, StoredChunk
+from replicas.remote_chunks import RemoteChunks
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,9 @@ class ChunkIngester:
         config: IngesterConfig,
         *,
         recompute_ms: Callable[[int], float],
+        remote: RemoteChunks | None = None,
     ) -> None:
+        self._remote = remote
         self._tier = tier
         self._keys = keys
         self._prefill = prefill
@@ -124,9 +128,10 @@ class ChunkIngester:
         if not self._is_stored(key):
             task = self._running.get(key)
             if task is None:
-                task = self._running[key] = asyncio.create_task(self._compute(key, wanted))
+                task = self._running[key] = asyncio.create_task(self._obtain(key, wanted))
                 task.add_done_callback(lambda _: self._running.pop(key, None))
             return await asyncio.shield(task)
+        self._keep(wanted, key)
         return self._describe(wanted)
 
     async def close(self) -> None:
@@ -134,6 +139,29 @@ class ChunkIngester:
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
+
+    async def _obtain(self, key: bytes, wanted: WantedChunk) -> StoredChunk:
+        """From Redis, or computed."""
+        query = ChunkQuery(key=key, token_ids=wanted.token_ids)
+        if self._remote is not None and await self._remote.fetch(query):
+            return self._describe(wanted)
+        try:
+            stored = await self._compute(key, wanted)
+        except ValueError:
+            if self._remote is None or not self._remote.make_room():
+                raise
+            stored = await self._compute(key, wanted)
+        self._keep(wanted, key)
+        return stored
+
+    def _keep(self, wanted: WantedChunk, key: bytes) -> None:
+        """Behind the request's back, also in Redis."""
+        if self._remote is not None:
+            self._remote.keep(
+                ChunkQuery(key=key, token_ids=wanted.token_ids),
+                recompute_ms=self._recompute_ms(self._num_prompt_tokens(wanted)),
+                content_id=self._content_id(wanted),
+            )
 
     async def _compute(self, key: bytes, wanted: WantedChunk) -> StoredChunk:
         anchor = self._anchor(wanted)
@@ -145,8 +173,7 @@ class ChunkIngester:
             warmup_depth=self._config.num_layers,
             probe_len=0,
             batch_id=next(self._batch_ids),
-            # a prefix is nobody's chunk: no listing shows it
-            ingest_content_id=stored.chunk_id if wanted.kind is SegmentKind.CHUNK else "",
+            ingest_content_id=self._content_id(wanted),
             recompute_ms=self._recompute_ms(len(token_ids)),
         )
         result = await self._prefill(token_ids, params)
@@ -166,6 +193,11 @@ class ChunkIngester:
             nbytes=self._tier.config.layout.entry_bytes(num_tokens),
             tier=TIER,
         )
+
+    def _content_id(self, wanted: WantedChunk) -> str:
+        """A prefix is nobody's chunk: no listing shows it."""
+        is_chunk = wanted.kind is SegmentKind.CHUNK
+        return content_id(wanted.token_ids, cache_salt=wanted.cache_salt) if is_chunk else ""
 
     def _is_stored(self, key: bytes) -> bool:
         (is_stored,) = self._tier.contains([key])

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from kv_tier.redis.config import RedisTierConfig
 from planner.auto_signal import AutoRule
 from planner.serving_profile import ServingProfile
 
@@ -28,6 +29,7 @@ class EngineConfig:
     host_tier_dir: str = ""  # one folder a node, shared by its replicas; empty: no chunk store
     host_tier_bytes: int = 1 << 30
     max_ingest_backlog: int = 1024  # missed chunks remembered for idle time
+    redis: RedisTierConfig | None = None  # a second level behind the host tier
     profile: ServingProfile | None = None  # of the model; None: costs are measured at start
     vllm: dict[str, Any] = field(default_factory=dict)  # passed through to vLLM's AsyncEngineArgs
 
@@ -43,5 +45,7 @@ class EngineConfig:
             raise ValueError(
                 f"load_bandwidth_mb_s must be positive, got {self.load_bandwidth_mb_s}"
             )
+        if self.load_bandwidth_mb_s is not None and self.redis is not None:
+            raise ValueError("load_bandwidth_mb_s emulates a link, and with Redis there is one")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, got {self.dtype}")

@@ -185,7 +185,11 @@ class SchedulerSide:
                 known,
                 # a batch has one deadline, its members' first
                 terms=min(terms, key=lambda t: t.deadline_ms, default=None),
-                arrival=known.arrival or batch.arrival,
+                arrival=max(
+                    (a for a in (known.arrival, batch.arrival) if a is not None),
+                    key=lambda a: a.deadline_ms,
+                    default=None,
+                ),
             )
         known.jobs.append(prefill)
 

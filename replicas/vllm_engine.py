@@ -39,6 +39,7 @@ from replicas.interface import (
 )
 from replicas.kv_room import KvRoom
 from replicas.parking import FirstTokenSampling, ParkOrder
+from replicas.remote_chunks import HeldChunks, RemoteChunks
 from replicas.vllm_args import (
     anchor_ids,
     chunk_reuse_args,
@@ -60,6 +61,7 @@ class VllmEngine:
         self._engine: Any = None
         self._tier: HostTier | None = None
         self._keys: KeySpace | None = None
+        self._remote: RemoteChunks | None = None
         self._cost: CostTracker | None = None
         self._cursor = 0
         self._park_ids = count()
@@ -117,6 +119,8 @@ class VllmEngine:
             block_size=live.cache_config.block_size,
         )
         if self._tier is not None and self._keys is not None:
+            if self._config.redis is not None:
+                self._remote = RemoteChunks(self._config.redis, self._tier, self._keys, self._clock)
             self._ingester = ChunkIngester(
                 self._tier,
                 self._keys,
@@ -127,6 +131,7 @@ class VllmEngine:
                     max_backlog=self._config.max_ingest_backlog,
                 ),
                 recompute_ms=self._recompute_ms,
+                remote=self._remote,
             )
         costs = self._profiled_costs(fingerprint)
         if costs is not None:
@@ -146,6 +151,10 @@ class VllmEngine:
             max_num_seqs=self._config.max_num_seqs,
             tensor_parallel_size=self._config.tensor_parallel_size,
             kv_token_bytes=layout.layer_bytes(1) if layout is not None else 0.0,
+            num_kv_heads=layout.num_kv_heads if layout is not None else 0,
+            head_dim=layout.head_dim if layout is not None else 0,
+            kv_dtype=layout.dtype if layout is not None else "",
+            anchor_ids=self._keys.anchor_ids if self._keys is not None else (),
             reuse_refusal=refusal,
             cost_source="profile" if costs else "measured at start",
         )
@@ -173,6 +182,8 @@ class VllmEngine:
                 self._engine.output_handler.cancel()  # it would log our shutdown as a failure
             await asyncio.to_thread(self._engine.shutdown)
             self._engine = None
+        if self._remote is not None:
+            await asyncio.to_thread(self._remote.close)
         if self._tier is not None:
             self._tier.close()
 
@@ -193,7 +204,9 @@ class VllmEngine:
 
     @property
     def link(self) -> Link | None:
-        """Stored KV is in this node's memory, unless a slower link is emulated."""
+        """Stored KV is in this node's memory, unless there is Redis, or a link is emulated."""
+        if self._remote is not None:
+            return self._remote.link
         limit_mb_s = self._config.load_bandwidth_mb_s
         return None if limit_mb_s is None else Link(bytes_per_ms=limit_mb_s * 1e3)
 
@@ -225,6 +238,8 @@ class VllmEngine:
         watch = _FirstTokenWatch(self._clock)
         self._begin()
         try:
+            if params is not None and self._remote is not None:
+                params, watch.held = await self._remote.bring(params, request.prompt_ids)
             deltas = (
                 self._generate_parked(request, ticket, params, watch)
                 if params is not None and self._has_to_park(request)
@@ -234,6 +249,7 @@ class VllmEngine:
                 async for delta in deltas:
                     yield delta
         finally:
+            watch.held.release(is_wanted=False)
             self._end(had_first_token=watch.first_ms is not None)
 
     def _params(self, request: RagRequest, ticket: Ticket) -> RequestParams | None:
@@ -390,6 +406,7 @@ class VllmEngine:
             num_running=self._running - self._prefilling,
             num_waiting=self._prefilling,
             num_ingest_backlog=self._ingester.num_open if self._ingester else 0,
+            loaded_share=self._remote.loaded_share if self._remote is not None else 1.0,
         )
 
     # ---- chunks ----
@@ -409,6 +426,8 @@ class VllmEngine:
     def delete_chunk(self, chunk_id: str) -> bool:
         entries = self._tier.find(chunk_id) if self._tier else []
         discarded = [self._tier.discard(e.key) for e in entries] if self._tier else []
+        if self._remote is not None:
+            self._remote.discard(entry.key for entry in entries)
         return any(discarded)
 
     def residency_update(self) -> ResidencyUpdate:
@@ -469,6 +488,9 @@ class VllmEngine:
             )
         assert self._cost is not None
         self._cost.observe(ticket, answer.result, watch.first_ms)
+        if self._remote is not None:
+            self._remote.observe(answer.result)
+            self._remote.discard(answer.damaged)
         return replace(
             answer.result,
             timings=replace(answer.result.timings, first_token_ms=watch.first_ms),
@@ -481,6 +503,7 @@ class VllmEngine:
     def _saw_token(self, watch: "_FirstTokenWatch") -> None:
         if watch.first_ms is None:
             watch.first_ms = watch.elapsed_ms()
+            watch.held.release()
             self._first_token()
 
     def _begin(self) -> None:
@@ -520,6 +543,7 @@ class _FirstTokenWatch:
         self._clock = clock
         self.started_ms = clock.now_ms()
         self.first_ms: float | None = None  # from then
+        self.held = HeldChunks()  # until then
 
     def elapsed_ms(self) -> float:
         return self._clock.now_ms() - self.started_ms

@@ -32,6 +32,7 @@ class RedisTierConfig:
     lookup_deadline_ms: float = 50.0  # of one lookup, over all its chunks
     value_deadline_ms: float = 500.0  # of one layer's value, from its turn to its last byte
     write_deadline_ms: float = 1000.0  # of one value that is written
+    fetch_deadline_ms: float = 5000.0  # of all layers of the chunks that one request brings in
     connect_deadline_ms: float = 500.0  # of each step of a connection's set-up
     breaker_failures: int = 3  # in a row, until reads become misses at once
     probe_interval_ms: float = 500.0  # between probes of a node whose breaker is open
@@ -61,6 +62,7 @@ class RedisTierConfig:
             self.lookup_deadline_ms,
             self.value_deadline_ms,
             self.write_deadline_ms,
+            self.fetch_deadline_ms,
             self.connect_deadline_ms,
             self.probe_interval_ms,
         )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cost_model import CostModel
+from planner.link_tracker import LinkTracker
 from planner.scheduler import ReplicaState
 from planner.simulator.chunk_store import Node
 from planner.simulator.demand_truth import DemandTruth
@@ -14,8 +15,6 @@ from planner.simulator.scenario import FleetSpec
 from planner.timeline import Link
 from planner.types import RequestPlan, RequestProfile
 
-LINK_WEIGHT = 0.3  # of a batch's bandwidth in the smoothed one
-LINK_CHANGE = 0.02  # less makes no new `Link`
 COST_WEIGHT = 0.2  # of a batch in the cost's scale, as in an engine
 
 
@@ -69,13 +68,10 @@ class SimReplica:
         self._parked: deque[SimRequest] = deque()
         self._cost = machine.cost
         self._token_bytes = machine.kv_token_bytes
-        # of stored tokens, those that came over the link: now, and as last told
-        self._share = self._loaded_share = 1.0
-        self._speed = 0.0  # of the link, bytes per ms
-        self._link: Link | None = None
+        self._link: LinkTracker | None = None
         if node.redis is not None:
-            self._speed = node.link.capacity(now_ms)
-            self._link = Link(bytes_per_ms=self._speed, latency_ms=spec.link_latency_ms)
+            speed, latency_ms = node.link.capacity(now_ms), spec.link_latency_ms
+            self._link = LinkTracker(Link(bytes_per_ms=speed, latency_ms=latency_ms))
 
     @property
     def cost(self) -> CostModel:
@@ -98,8 +94,8 @@ class SimReplica:
             node_id=self.node.store_id,
             busy_until_ms=busy,
             max_kv_tokens=self.capacity,
-            link=self._link if knows_link else None,
-            kv_token_bytes=self._token_bytes * self._loaded_share,
+            link=self._link.link if self._link is not None and knows_link else None,
+            kv_token_bytes=self._token_bytes * (self._link.loaded_share if self._link else 1.0),
         )
 
     def begin(self, batch: RunningBatch) -> None:
@@ -112,15 +108,8 @@ class SimReplica:
 
     def observe_link(self, bytes_per_ms: float | None, *, loaded: int, stored: int) -> None:
         """What a batch has seen. loaded, stored: tokens that came over the link, and all stored."""
-        if self._link is None or stored == 0:
-            return
-        self._share += LINK_WEIGHT * (loaded / stored - self._share)
-        if bytes_per_ms is not None:
-            self._speed += LINK_WEIGHT * (bytes_per_ms - self._speed)
-        is_news = abs(self._speed / self._link.bytes_per_ms - 1.0) > LINK_CHANGE
-        if is_news or abs(self._share - self._loaded_share) > LINK_CHANGE * self._loaded_share:
-            self._loaded_share = self._share
-            self._link = Link(bytes_per_ms=self._speed, latency_ms=self._link.latency_ms)
+        if self._link is not None:
+            self._link.observe(loaded=loaded, stored=stored, bytes_per_ms=bytes_per_ms)
 
     def ends(self, batch: RunningBatch) -> None:
         """Its prefill is over; if it waited for no KV, its time moves the cost, as in an engine."""

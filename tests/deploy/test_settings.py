@@ -63,7 +63,11 @@ def test_sizes_and_nested_values_are_readable(config_file, monkeypatch):
         ({"modle": {}}, "modle"),
         ({"model": {"name": "x"}}, "model.name"),
         ({"kv_tier": {"host": {"size": 1}}}, "kv_tier.host.size"),
-        ({"kv_tier": {"redis": {}}}, "kv_tier.redis"),
+        ({"kv_tier": {"redis": {"uri": "x"}}}, "kv_tier.redis.uri"),
+        ({"kv_tier": {"redis": {"url": "http://x"}}}, "kv_tier.redis"),
+        ({"kv_tier": {"redis": {"url": "redis://x", "mode": "sentinel"}}}, "kv_tier.redis"),
+        ({"kv_tier": {"redis": {"ttl_s": 0}}}, "kv_tier.redis.ttl_s"),
+        ({"kv_tier": {"disk": {}}}, "kv_tier.disk"),
         ({"engine": {"tensor_parallel_size": 0}}, "engine.tensor_parallel_size"),
         ({"engine": {"tensor_parallel_size": "two"}}, "engine.tensor_parallel_size"),
         ({"engine": {"batch_hold_ms": -1}}, "engine.batch_hold_ms"),
@@ -213,3 +217,23 @@ def test_the_store_has_an_absolute_folder() -> None:
         load_settings(overrides={"kv_tier": {"host": {"directory": "tier"}}})
     home = load_settings(overrides={"kv_tier": {"host": {"directory": "~/tier"}}})
     assert home.kv_tier.host.path == Path.home() / "tier"
+
+
+def test_redis_is_off_without_a_url_and_its_password_is_not_shown(config_file):
+    settings = load_settings()
+    assert settings.kv_tier.redis.config() is None
+    assert engine_config(settings).redis is None
+    url = "redis://user:secret@cache:6379/2"
+    redis = {"url": url, "limit_gb_per_s": 0.5, "encoding": "fp8", "sentinel_password": "hidden"}
+    settings = load_settings(config_file=config_file({"kv_tier": {"redis": redis}}))
+    config = engine_config(settings).redis
+    assert config.url == url and config.encoding == "fp8" and config.sentinel_password == "hidden"
+    assert config.limit.bytes_per_ms == 0.5e6
+    for shown in (repr(settings), repr(engine_config(settings)), repr(cluster_config(settings))):
+        assert "secret" not in shown and "hidden" not in shown
+
+
+def test_a_link_is_emulated_with_redis_or_without_it(config_file):
+    both = {"kv_tier": {"redis": {"url": "redis://x"}}, "engine": {"load_bandwidth_mb_s": 100}}
+    with pytest.raises(SettingsError, match=r"engine\.load_bandwidth_mb_s"):
+        engine_config(load_settings(config_file=config_file(both)))

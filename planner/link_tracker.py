@@ -1,0 +1,46 @@
+"""What a replica knows of the link that stored KV comes over, and when that is news."""
+
+from planner.timeline import Link
+
+BATCH_WEIGHT = 0.3  # of a batch in what is smoothed
+NEWS = 0.02  # relative; less is not told, since every change costs the scheduler its curves
+
+
+class LinkTracker:
+    """Smooths what batches see.
+
+    link: as last told
+    loaded_share: of stored tokens, those that came over the link and were not in the node's memory,
+    as last told; a replica that has seen none expects all to come over it
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.loaded_share = 1.0
+        self._bytes_per_ms = link.bytes_per_ms
+        self._latency_ms = link.latency_ms
+        self._share = 1.0
+
+    def observe(
+        self,
+        *,
+        loaded: int,
+        stored: int,
+        bytes_per_ms: float | None = None,
+        latency_ms: float | None = None,
+    ) -> None:
+        """loaded, stored: tokens of a batch that came over the link, and all that were stored.
+
+        None: nothing was seen of it.
+        """
+        if stored == 0:
+            return
+        self._share += BATCH_WEIGHT * (loaded / stored - self._share)
+        if bytes_per_ms is not None:
+            self._bytes_per_ms += BATCH_WEIGHT * (bytes_per_ms - self._bytes_per_ms)
+        if latency_ms is not None:
+            self._latency_ms += BATCH_WEIGHT * (latency_ms - self._latency_ms)
+        is_news = abs(self._bytes_per_ms / self.link.bytes_per_ms - 1.0) > NEWS
+        if is_news or abs(self._share - self.loaded_share) > NEWS * self.loaded_share:
+            self.loaded_share = self._share
+            self.link = Link(bytes_per_ms=self._bytes_per_ms, latency_ms=self._latency_ms)
