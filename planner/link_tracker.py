@@ -14,8 +14,10 @@ class LinkTracker:
     as last told; a replica that has seen none expects all to come over it
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, *, is_guess: bool = False) -> None:
+        """is_guess: the first batch that sees the link is believed at once"""
         self.link = link
+        self._is_guess = is_guess
         self.loaded_share = 1.0
         self._bytes_per_ms = link.bytes_per_ms
         self._latency_ms = link.latency_ms
@@ -36,10 +38,12 @@ class LinkTracker:
         if stored == 0:
             return
         self._share += BATCH_WEIGHT * (loaded / stored - self._share)
+        weight = 1.0 if self._is_guess else BATCH_WEIGHT
         if bytes_per_ms is not None:
-            self._bytes_per_ms += BATCH_WEIGHT * (bytes_per_ms - self._bytes_per_ms)
+            self._bytes_per_ms += weight * (bytes_per_ms - self._bytes_per_ms)
+            self._is_guess = False
         if latency_ms is not None:
-            self._latency_ms += BATCH_WEIGHT * (latency_ms - self._latency_ms)
+            self._latency_ms += weight * (latency_ms - self._latency_ms)
         is_news = abs(self._bytes_per_ms / self.link.bytes_per_ms - 1.0) > NEWS
         if is_news or abs(self._share - self.loaded_share) > NEWS * self.loaded_share:
             self.loaded_share = self._share

@@ -62,7 +62,9 @@ class RemoteChunks:
         if limit is not None:
             bytes_per_ms = min(bytes_per_ms, limit.bytes_per_ms)
         latency_ms = 0.0 if limit is None else limit.latency_ms
-        self._tracker = LinkTracker(Link(bytes_per_ms=bytes_per_ms, latency_ms=latency_ms))
+        self._tracker = LinkTracker(
+            Link(bytes_per_ms=bytes_per_ms, latency_ms=latency_ms), is_guess=True
+        )
 
     @property
     def link(self) -> Link:

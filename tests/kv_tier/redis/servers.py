@@ -51,6 +51,10 @@ class RedisServer:
         return f"127.0.0.1:{self.port}"
 
     @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    @property
     def url(self) -> str:
         return f"redis://{self.address}"
 
