@@ -16,6 +16,7 @@ from kv_tier.errors import (
 from kv_tier.host_tier import HostTier, HostTierConfig
 from kv_tier.keys import LAYOUT_VERSION, KeySpace, content_id, model_fingerprint
 from kv_tier.layout import EntryHeader, KvLayout, header_matches, pack_header, parse_header
+from kv_tier.page_lock import PageLock
 from kv_tier.store import (
     ChunkLocation,
     ChunkQuery,
@@ -46,6 +47,7 @@ __all__ = [
     "LayoutMismatchError",
     "Lease",
     "ModelIdentityError",
+    "PageLock",
     "Reservation",
     "ResidencyDelta",
     "TierStats",

@@ -6,7 +6,7 @@ from typing import Any
 
 from kv_tier.arena_dir import ArenaDir
 from kv_tier.errors import ArenaUnavailableError, LayoutMismatchError
-from kv_tier.index_db import IndexDb
+from kv_tier.index_db import SCHEMA_VERSION, IndexDb
 from kv_tier.integrity import index_problems
 from kv_tier.keys import LAYOUT_VERSION
 from kv_tier.layout import KvLayout
@@ -16,11 +16,12 @@ from kv_tier.owners import live_owner_ids
 def open_index(folder: ArenaDir, layout: KvLayout, capacity_bytes: int) -> IndexDb:
     """Call it inside `folder.exclusive()`.
 
-    An arena of the same layout and size is taken as it is. Any other, or a damaged one, is made
-    anew if no live process has it open, and refused otherwise.
+    An arena of the same layout, size and index schema is taken as it is. Any other, or a damaged
+    one, is made anew if no live process has it open, and refused otherwise.
     """
     wanted = {
         "layout_version": LAYOUT_VERSION,
+        "schema_version": SCHEMA_VERSION,
         "capacity_bytes": capacity_bytes,
         **asdict(layout),
     }

@@ -6,6 +6,7 @@ reservation, and sends the location.
 
 import mmap
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,11 @@ from kv_tier.layout import (
     KvLayout,
     header_matches,
     pack_header,
-    slice_checksum,
+    slice_checksums,
 )
 from kv_tier.store import ChunkLocation
+
+_CACHED_BYTES = 512 * 1024  # written, then summed while the second-level cache still has them
 
 
 class ArenaView:
@@ -43,6 +46,8 @@ class ArenaView:
             raise ArenaUnavailableError(f"can not map {path}: {exc}") from exc
         self._memory = memoryview(self._mmap)
         self._mapping = torch.frombuffer(self._mmap, dtype=torch.uint8)
+        self._elements = self._mapping.view(self._dtype)  # an arena has whole granules
+        self._bytes = self._mapping.numpy()
 
     @property
     def mapping(self) -> Tensor:
@@ -58,12 +63,14 @@ class ArenaView:
         while the lease is held, and not to be written to
         """
         self._check_slice(location, layer, head_start, num_heads)
-        start = location.offset + self.layout.layer_offset(location.num_tokens, layer)
-        layer_bytes = self.layout.layer_bytes(location.num_tokens)
-        shape = (2, self.layout.num_kv_heads, location.num_tokens, self.layout.head_dim)
-        kv = self._mapping[start : start + layer_bytes].view(self._dtype).view(shape)
-        kv = kv[:, head_start : head_start + num_heads]
-        return kv[0], kv[1]
+        layout, num_tokens, head_dim = self.layout, location.num_tokens, self.layout.head_dim
+        head = num_tokens * head_dim
+        k, v = self._elements.as_strided(
+            (2, num_heads, num_tokens, head_dim),
+            (layout.num_kv_heads * head, head, head_dim, 1),
+            self._slice_start(location, layer, 0, head_start) // layout.itemsize,
+        ).unbind()
+        return k, v
 
     def write_layer(
         self, location: ChunkLocation, layer: int, head_start: int, k: Tensor, v: Tensor
@@ -76,17 +83,40 @@ class ArenaView:
         num_heads = k.shape[0]
         wanted = (num_heads, location.num_tokens, self.layout.head_dim)
         for name, tensor in (("k", k), ("v", v)):
-            if tuple(tensor.shape) != wanted or tensor.dtype != self._dtype:
+            if tensor.shape != wanted or tensor.dtype != self._dtype:
                 raise ValueError(
                     f"{name} must be {wanted} {self._dtype},"
                     f" got {tuple(tensor.shape)} {tensor.dtype}"
                 )
-        for kept, fresh in zip(
-            self.read_layer(location, layer, head_start, num_heads), (k, v), strict=True
-        ):
-            kept.copy_(fresh)
-        for position, checksum in self._checksums(location, layer, head_start, num_heads):
-            self._memory[position : position + CHECKSUM_BYTES] = checksum
+        self._check_slice(location, layer, head_start, num_heads)
+        head_bytes = self.layout.head_bytes(location.num_tokens)
+        num_at_once = max(1, _CACHED_BYTES // head_bytes)
+        for kv_idx, fresh in enumerate((k, v)):
+            start = self._slice_start(location, layer, kv_idx, head_start)
+            slot = self.layout.checksum_slot(layer, kv_idx, head_start)
+            content = self._memory[start : start + num_heads * head_bytes]
+            kept, source = self._assignable(start, fresh)
+            checksums = b""
+            for first in range(0, num_heads, num_at_once):
+                end = min(first + num_at_once, num_heads)
+                kept[first:end] = source[first:end]
+                written = content[first * head_bytes : end * head_bytes]
+                checksums += slice_checksums(location.key, slot + first, written, head_bytes)
+            place = location.offset + HEADER_BYTES + slot * CHECKSUM_BYTES
+            self._memory[place : place + len(checksums)] = checksums
+
+    def _assignable(self, start: int, fresh: Tensor) -> tuple[Any, Any]:
+        """The arena from start on, and fresh, as arrays [num_heads, ...] of the same kind.
+
+        NumPy's where they can be: it copies by memcpy, which need not read what it overwrites.
+        """
+        end = start + fresh.nbytes
+        if fresh.device.type == "cpu" and fresh.is_contiguous():
+            shape = (len(fresh), -1)
+            source = fresh.detach().view(torch.uint8).numpy()
+            return self._bytes[start:end].reshape(shape), source.reshape(shape)
+        itemsize = self.layout.itemsize
+        return self._elements[start // itemsize : end // itemsize].view(fresh.shape), fresh
 
     def write_header(self, location: ChunkLocation) -> None:
         """Write what the entry is. Every rank may do it: they write the same bytes."""
@@ -131,28 +161,27 @@ class ArenaView:
         if not self._is_inside(location):
             return False
         self._check_slice(location, layer, head_start, num_heads)
-        return all(
-            self._memory[position : position + CHECKSUM_BYTES] == checksum
-            for position, checksum in self._checksums(location, layer, head_start, num_heads)
-        )
+        for kv_idx in (0, 1):
+            place, checksums = self._checksums(location, layer, kv_idx, head_start, num_heads)
+            if self._memory[place : place + len(checksums)] != checksums:
+                return False
+        return True
 
     def _checksums(
-        self, location: ChunkLocation, layer: int, head_start: int, num_heads: int
-    ) -> list[tuple[int, bytes]]:
-        """(position in the arena, checksum of what is stored now) of K and V of each head."""
+        self, location: ChunkLocation, layer: int, kv_idx: int, head_start: int, num_heads: int
+    ) -> tuple[int, bytes]:
+        """(position in the arena, checksums of what is stored now) of these heads' K or V."""
+        head_bytes = self.layout.head_bytes(location.num_tokens)
+        start = self._slice_start(location, layer, kv_idx, head_start)
+        content = self._memory[start : start + num_heads * head_bytes]
+        slot = self.layout.checksum_slot(layer, kv_idx, head_start)
+        place = location.offset + HEADER_BYTES + slot * CHECKSUM_BYTES
+        return place, slice_checksums(location.key, slot, content, head_bytes)
+
+    def _slice_start(self, location: ChunkLocation, layer: int, kv_idx: int, head: int) -> int:
         layout, num_tokens = self.layout, location.num_tokens
-        table_start = location.offset + HEADER_BYTES
         layer_start = location.offset + layout.layer_offset(num_tokens, layer)
-        head_bytes = layout.head_bytes(num_tokens)
-        found = []
-        for kv_idx in (0, 1):
-            for head in range(head_start, head_start + num_heads):
-                start = layer_start + (kv_idx * layout.num_kv_heads + head) * head_bytes
-                slot = layout.checksum_slot(layer, kv_idx, head)
-                content = self._memory[start : start + head_bytes]
-                checksum = slice_checksum(location.key, slot, content)
-                found.append((table_start + slot * CHECKSUM_BYTES, checksum))
-        return found
+        return layer_start + (kv_idx * layout.num_kv_heads + head) * layout.head_bytes(num_tokens)
 
     def _is_inside(self, location: ChunkLocation) -> bool:
         is_whole = location.nbytes == self.layout.entry_bytes(location.num_tokens)

@@ -12,7 +12,7 @@ from sqlite3 import Connection
 from typing import Literal
 
 from kv_tier.change_feed import note_added, note_removed
-from kv_tier.extents import Victim, give_back_extent, plan_eviction
+from kv_tier.extents import Victim, give_back_extent, plan_batch, plan_eviction
 from kv_tier.index_db import RESIDENT, RETIRED, WRITING
 
 Eviction = Literal["cost", "lru"]
@@ -118,14 +118,15 @@ def evict_for(tx: Connection, extent_bytes: int, eviction: Eviction) -> bool:
     victims = plan_eviction(free, _victims(tx, eviction), extent_bytes)
     if victims is None:
         return False
-    for victim in victims:
-        tx.execute(
-            "UPDATE counters SET evictions = evictions + 1, clock ="
-            " max(clock, (SELECT score FROM entries WHERE entry_id = ?))",
-            (victim.entry_id,),
-        )
-        retire(tx, victim.entry_id)
+    _evict(tx, victims)
     return True
+
+
+def evict_ahead(tx: Connection, free_bytes: int, eviction: Eviction) -> None:
+    """Evict until free_bytes are free in all, or nothing is left that may go."""
+    free = tx.execute("SELECT offset, extent_bytes FROM free_extents").fetchall()
+    missing_bytes = free_bytes - sum(size for _, size in free)
+    _evict(tx, plan_batch(free, _victims(tx, eviction), missing_bytes))
 
 
 def drop_owner(tx: Connection, owner_id: str) -> None:
@@ -140,6 +141,16 @@ def drop_owner(tx: Connection, owner_id: str) -> None:
     tx.execute("DELETE FROM owners WHERE owner_id = ?", (owner_id,))
     for (entry_id,) in held:
         free_if_unused(tx, entry_id)
+
+
+def _evict(tx: Connection, victims: Sequence[Victim]) -> None:
+    for victim in victims:
+        tx.execute(
+            "UPDATE counters SET evictions = evictions + 1, clock ="
+            " max(clock, (SELECT score FROM entries WHERE entry_id = ?))",
+            (victim.entry_id,),
+        )
+        retire(tx, victim.entry_id)
 
 
 def _victims(tx: Connection, eviction: Eviction) -> Iterator[Victim]:

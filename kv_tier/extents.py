@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from sqlite3 import Connection
 
 GRANULE_BYTES = 4096
+# A batch is chosen from so many times its bytes of the least valuable victims. With one, its holes
+# lie scattered, and most reservations find no run in them; with four, what goes is worth too much.
+BATCH_CHOICE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,12 @@ class Victim:
 def extent_bytes_for(nbytes: int) -> int:
     """Whole granules that hold nbytes."""
     return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
+
+
+def num_free_bytes(tx: Connection) -> int:
+    """In all free extents together."""
+    (free_bytes,) = tx.execute("SELECT coalesce(sum(extent_bytes), 0) FROM free_extents").fetchone()
+    return int(free_bytes)
 
 
 def take_extent(tx: Connection, extent_bytes: int) -> int | None:
@@ -85,6 +94,51 @@ def plan_eviction(
             from_right = _overlapping(passed, end - extent_bytes, end)
             return min(from_left, from_right, key=len)
     return None
+
+
+def plan_batch(
+    free: Iterable[tuple[int, int]], victims: Iterable[Victim], num_bytes: int
+) -> list[Victim]:
+    """The victims of at least num_bytes that leave the longest free runs; all, if they have less.
+
+    free: (offset, extent_bytes), coalesced
+    victims: least valuable first; those beyond `BATCH_CHOICE` times num_bytes are spared
+    """
+    if num_bytes <= 0:
+        return []
+    candidates: list[Victim] = []
+    choice_bytes = BATCH_CHOICE * num_bytes
+    for victim in victims:
+        candidates.append(victim)
+        choice_bytes -= victim.extent_bytes
+        if choice_bytes <= 0:
+            break
+    plan: list[Victim] = []
+    for _, members in sorted(_runs(free, candidates), key=lambda run: -run[0]):
+        for victim in members:
+            if num_bytes <= 0:
+                return plan
+            plan.append(victim)
+            num_bytes -= victim.extent_bytes
+    return plan
+
+
+def _runs(
+    free: Iterable[tuple[int, int]], victims: Iterable[Victim]
+) -> list[tuple[int, list[Victim]]]:
+    """(length, victims in it) of each run that would be free without the victims."""
+    pieces: list[tuple[int, int, list[Victim]]] = [(offset, size, []) for offset, size in free]
+    pieces += [(victim.offset, victim.extent_bytes, [victim]) for victim in victims]
+    runs: list[tuple[int, list[Victim]]] = []
+    last_end = None
+    for offset, size, members in sorted(pieces, key=lambda piece: piece[0]):
+        if offset == last_end:
+            length, before = runs[-1]
+            runs[-1] = (length + size, [*before, *members])
+        else:
+            runs.append((size, members))
+        last_end = offset + size
+    return runs
 
 
 def _overlapping(victims: Iterable[Victim], start: int, end: int) -> list[Victim]:

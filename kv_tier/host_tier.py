@@ -18,7 +18,7 @@ from kv_tier.arena_dir import ArenaDir, destroy_arena
 from kv_tier.arena_open import open_index
 from kv_tier.change_feed import read_changes
 from kv_tier.entry_table import Eviction
-from kv_tier.extents import GRANULE_BYTES, extent_bytes_for, take_extent
+from kv_tier.extents import GRANULE_BYTES, extent_bytes_for, num_free_bytes, take_extent
 from kv_tier.index_db import RESIDENT
 from kv_tier.integrity import index_problems
 from kv_tier.keys import KEY_BYTES, token_bytes
@@ -43,12 +43,21 @@ class HostTierConfig:
     capacity_bytes: int  # rounded down to whole granules
     layout: KvLayout
     eviction: Eviction = "cost"  # cost: recompute time and use per byte, aged; lru: recency alone
+    # Shares of the capacity. A reservation that would fill more than the high one evicts, beyond
+    # what it needs itself, down to the low one: the next ones find their room made.
+    high_watermark: float = 0.97
+    low_watermark: float = 0.93
 
     def __post_init__(self) -> None:
         if self.capacity_bytes < GRANULE_BYTES:
             raise ValueError(f"capacity_bytes must be at least {GRANULE_BYTES}, got {self}")
         if self.eviction not in ("cost", "lru"):
             raise ValueError(f"eviction must be cost or lru, got {self.eviction!r}")
+        if not 0.0 < self.low_watermark <= self.high_watermark <= 1.0:
+            raise ValueError(
+                "need 0 < low_watermark <= high_watermark <= 1,"
+                f" got {self.low_watermark} and {self.high_watermark}"
+            )
 
 
 class HostTier:
@@ -152,7 +161,7 @@ class HostTier:
             )
         tokens = token_bytes(token_ids)
         extent_bytes = extent_bytes_for(self.config.layout.entry_bytes(num_tokens))
-        if num_tokens == 0 or extent_bytes > self._capacity_bytes:
+        if num_tokens == 0:
             return None
         with self._db.transaction() as tx:
             self._reclaim_if_due(tx)
@@ -160,6 +169,7 @@ class HostTier:
                 return None
             offset = self._make_room(tx, extent_bytes)
             if offset is None:
+                tx.execute("UPDATE counters SET refused = refused + 1")
                 return None
             entry_id = entry_table.add_writing(
                 tx,
@@ -257,8 +267,8 @@ class HostTier:
 
     def stats(self) -> TierStats:
         with self._db.snapshot() as tx:
-            hits, misses, collisions, evictions = tx.execute(
-                "SELECT hits, misses, collisions, evictions FROM counters"
+            hits, misses, collisions, evictions, refused = tx.execute(
+                "SELECT hits, misses, collisions, evictions, refused FROM counters"
             ).fetchone()
             free_bytes, largest_free_bytes = tx.execute(
                 "SELECT coalesce(sum(extent_bytes), 0), coalesce(max(extent_bytes), 0)"
@@ -277,6 +287,7 @@ class HostTier:
                 misses=misses,
                 collisions=collisions,
                 evictions=evictions,
+                refused=refused,
             )
 
     def check_integrity(self) -> list[str]:
@@ -316,12 +327,21 @@ class HostTier:
         return entry_table.find_by_key(tx, key) is not None
 
     def _make_room(self, tx: Connection, extent_bytes: int) -> int | None:
-        """Offset of a new extent. Nothing is evicted unless that makes enough room."""
+        """Offset of a new extent. Nothing is evicted unless that makes enough room.
+
+        Where it makes room, more may be evicted: see the watermarks.
+        """
+        if extent_bytes > self._capacity_bytes:
+            return None
         offset = take_extent(tx, extent_bytes)
         if offset is None and self._reclaim(tx):
             offset = take_extent(tx, extent_bytes)
+        free_bytes = num_free_bytes(tx) - (extent_bytes if offset is None else 0)
         if offset is None and entry_table.evict_for(tx, extent_bytes, self.config.eviction):
             offset = take_extent(tx, extent_bytes)
+        if offset is not None and free_bytes < self._share(1.0 - self.config.high_watermark):
+            wanted_bytes = self._share(1.0 - self.config.low_watermark)
+            entry_table.evict_ahead(tx, wanted_bytes, self.config.eviction)
         return offset
 
     def _lease(self, tx: Connection, entry_id: int, location: ChunkLocation) -> Lease:
@@ -329,6 +349,10 @@ class HostTier:
         row = (lease.lease_id, entry_id, self._owner.owner_id)
         tx.execute("INSERT INTO leases VALUES (?, ?, ?)", row)
         return lease
+
+    def _share(self, share: float) -> int:
+        """That part of the capacity, rounded to bytes."""
+        return round(share * self._capacity_bytes)
 
     def _location(self, key: bytes, offset: int, num_tokens: int) -> ChunkLocation:
         nbytes = self.config.layout.entry_bytes(num_tokens)

@@ -22,6 +22,7 @@ BUSY_TIMEOUT_S = 5.0  # a process that hangs inside a transaction costs the othe
 # queries that use them.
 WRITING, RESIDENT, RETIRED = 0, 1, 2
 
+SCHEMA_VERSION = 2  # another one makes the arena anew
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE counters (
@@ -32,7 +33,8 @@ CREATE TABLE counters (
     hits INTEGER NOT NULL DEFAULT 0,
     misses INTEGER NOT NULL DEFAULT 0,
     collisions INTEGER NOT NULL DEFAULT 0,
-    evictions INTEGER NOT NULL DEFAULT 0
+    evictions INTEGER NOT NULL DEFAULT 0,
+    refused INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE owners (owner_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE entries (

@@ -151,23 +151,15 @@ def header_matches(header: bytes, layout: KvLayout, key: bytes, num_tokens: int)
     return found == EntryHeader(key=key, layout=layout, num_tokens=num_tokens)
 
 
-def slice_checksum(key: bytes, slot: int, content: memoryview) -> bytes:
-    """Checksum of one head's K or V in one layer, bound to its chunk and to its place.
-
-    returns: [CHECKSUM_BYTES], little-endian
-
-    The seed is what makes a late write of a dead replica visible: its slices carry another key's
-    seed, so they never verify as the entry that has since taken the same space.
-    """
-    seed = (int.from_bytes(key[:8], "little") + slot) % 2**64
-    return _CHECKSUM.pack(xxh3_64_intdigest(content, seed=seed))
-
-
 def slice_checksums(key: bytes, slot: int, content: memoryview, slice_bytes: int) -> bytes:
-    """`slice_checksum` of neighbouring slices, which have the slots from `slot` on.
+    """Checksums of neighbouring slices, one head's K or V in one layer each, from `slot` on.
 
     content: [num_slices * slice_bytes], for example all heads of one layer, K then V
-    returns: [num_slices * CHECKSUM_BYTES], as they stand in the table
+    returns: [num_slices * CHECKSUM_BYTES], little-endian, as they stand in the table
+
+    Each is bound to its chunk and to its place by the seed. That makes a late write of a dead
+    replica visible: its slices carry another key's seed, so they never verify as the entry that has
+    since taken the same space.
     """
     seed = int.from_bytes(key[:8], "little") + slot
     digests = [

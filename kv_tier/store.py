@@ -82,6 +82,7 @@ class TierStats:
     misses: int
     collisions: int  # misses of a key that holds other tokens
     evictions: int
+    refused: int  # reservations that found no room
 
 
 class ChunkStore(Protocol):
@@ -107,6 +108,8 @@ class ChunkStore(Protocol):
         content_id: str = "",
     ) -> Reservation | None:
         """Make room to write one entry, evicting others if that gives enough room.
+
+        Whenever there is room, a store may evict ahead for the reservations to come.
 
         recompute_ms: time that a hit saves, the weight against eviction; 0 is the first to go.
         content_id: public id, for `find` and the change feed; "" hides the entry from both.

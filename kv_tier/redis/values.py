@@ -101,7 +101,7 @@ def parse_name(prefix: str, name: bytes) -> tuple[bytes, int | None] | None:
 
 
 def pack_prefix(key: bytes, shape: StoredShape, layer: int, checksums: bytes) -> bytes:
-    """checksums: the blocks' `slice_checksum`s, [2 * num_kv_heads * CHECKSUM_BYTES]"""
+    """checksums: the blocks' `slice_checksums`, [2 * num_kv_heads * CHECKSUM_BYTES]"""
     fields = _LAYER_FIELDS.pack(*_common(_LAYER_MAGIC, key, shape), layer, shape.payload_bytes)
     return fields + _digest(fields + checksums) + checksums
 

@@ -28,14 +28,23 @@ def num_tokens_in(num_granules: int) -> int:
 
 
 def open_tier(
-    directory: Path, *, num_granules: int = 8, layout: KvLayout = LAYOUT, eviction: str = "cost"
+    directory: Path,
+    *,
+    num_granules: int = 8,
+    layout: KvLayout = LAYOUT,
+    eviction: str = "cost",
+    high_watermark: float = 1.0,
+    low_watermark: float = 1.0,
 ) -> HostTier:
+    """Without room made ahead, unless asked for: what goes is what a reservation needs."""
     return HostTier(
         HostTierConfig(
             directory=directory,
             capacity_bytes=num_granules * GRANULE_BYTES,
             layout=layout,
             eviction=eviction,  # type: ignore[arg-type]
+            high_watermark=high_watermark,
+            low_watermark=low_watermark,
         )
     )
 

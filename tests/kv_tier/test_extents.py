@@ -5,7 +5,13 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_tier.extents import Victim, extent_bytes_for, plan_eviction
+from kv_tier.extents import (
+    BATCH_CHOICE,
+    Victim,
+    extent_bytes_for,
+    plan_batch,
+    plan_eviction,
+)
 
 
 def longest_run(free: list[tuple[int, int]]) -> int:
@@ -60,6 +66,32 @@ def test_victims_away_from_the_run_are_spared() -> None:
     )
     plan = plan_eviction([(50, 5)], [far, near, next_to_it], 20)
     assert plan == [near, next_to_it]
+
+
+@given(arenas(), st.integers(-5, 60))
+def test_a_batch_is_large_enough_and_of_the_least_valuable(
+    arena: tuple[list[tuple[int, int]], list[Victim]], wanted: int
+) -> None:
+    free, victims = arena
+    plan = plan_batch(free, iter(victims), wanted)
+    sizes = [victim.extent_bytes for victim in plan]
+    assert len(set(plan)) == len(plan) and set(plan) <= set(victims)
+    if sum(sizes) < wanted:
+        assert set(plan) == set(victims)
+    else:
+        assert sum(sizes[:-1]) < max(wanted, 1)  # the last one was needed
+    for victim in plan:
+        before = sum(v.extent_bytes for v in victims[: victims.index(victim)])
+        assert before < BATCH_CHOICE * wanted
+
+
+def test_a_batch_prefers_neighbours() -> None:
+    far, near, next_to_it, too_good = (
+        Victim(entry_id=i, offset=offset, extent_bytes=10)
+        for i, offset in enumerate((0, 100, 110, 40))
+    )
+    assert plan_batch([(50, 5)], [far, near, next_to_it, too_good], 15) == [near, next_to_it]
+    assert plan_batch([(50, 5)], [far, too_good, near, next_to_it], 10) == [too_good]
 
 
 def test_extents_are_whole_granules() -> None:

@@ -125,6 +125,25 @@ def test_leased_and_writing_entries_stay(tmp_path: Path) -> None:
         assert tier.stats().evictions == 4
 
 
+def test_an_arena_full_of_what_is_held_refuses_and_counts(tmp_path: Path) -> None:
+    with open_tier(tmp_path, num_granules=3) as tier:
+        for chunk in (1, 2):
+            store(tier, chunk)
+        held, writing = [lease(tier, 1), lease(tier, 2)], reserve(tier, 3)
+        assert all(held) and writing is not None
+        assert reserve(tier, 4) is None
+        assert reserve(tier, 5, 2) is None
+        assert reserve(tier, 6, 4) is None  # it could never fit
+        assert tier.stats().refused == 3
+        assert reserve(tier, 1) is None and reserve(tier, 3) is None  # there, and on its way
+        assert tier.reserve(key_of(9), []) is None
+        assert tier.stats().refused == 3
+        assert resident(tier, range(10)) == {1, 2}
+        tier.release(filter(None, held[:1]))
+        assert reserve(tier, 4) is not None
+        assert tier.stats().refused == 3
+
+
 def test_lru_evicts_what_was_used_longest_ago(tmp_path: Path) -> None:
     with open_tier(tmp_path, num_granules=3, eviction="lru") as tier:
         for chunk, recompute_ms in ((1, 900.0), (2, 1.0), (3, 1.0)):

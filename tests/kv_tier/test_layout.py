@@ -12,7 +12,7 @@ from kv_tier.layout import (
     CHECKSUM_BYTES,
     HEADER_BYTES,
     parse_header,
-    slice_checksum,
+    slice_checksums,
 )
 
 KEY = bytes(range(32))
@@ -85,7 +85,10 @@ def test_what_is_no_header_is_refused(header: bytes) -> None:
 
 def test_a_checksum_is_bound_to_its_chunk_and_its_place() -> None:
     content = memoryview(b"the same bytes")
-    checksums = {slice_checksum(key, slot, content) for key in (KEY, bytes(32)) for slot in (0, 1)}
+    size = len(content)
+    checksums = {
+        slice_checksums(key, slot, content, size) for key in (KEY, bytes(32)) for slot in (0, 1)
+    }
     assert len(checksums) == 4
 
 

@@ -26,6 +26,8 @@ def size_of(chunk: int) -> int:
 class SharedArena(RuleBasedStateMachine):
     """Two open stores on one arena, and what their users hold."""
 
+    watermarks = (1.0, 1.0)
+
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
@@ -35,7 +37,10 @@ class SharedArena(RuleBasedStateMachine):
         self.committed: set[int] = set()  # may be resident: whatever else is must not be
 
     def open(self) -> HostTier:
-        return open_tier(self.directory, num_granules=NUM_GRANULES)
+        low, high = self.watermarks
+        return open_tier(
+            self.directory, num_granules=NUM_GRANULES, low_watermark=low, high_watermark=high
+        )
 
     def teardown(self) -> None:
         for tier in self.tiers:
@@ -119,3 +124,13 @@ class SharedArena(RuleBasedStateMachine):
 
 TestSharedArena = SharedArena.TestCase
 TestSharedArena.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+
+
+class MarkedArena(SharedArena):
+    """The same, with room made ahead."""
+
+    watermarks = (0.4, 0.8)
+
+
+TestMarkedArena = MarkedArena.TestCase
+TestMarkedArena.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)

@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 
-from kv_tier import ArenaInUseError, ArenaUnavailableError, ArenaView, HostTier, LayoutMismatchError
+from kv_tier import (
+    ArenaInUseError,
+    ArenaUnavailableError,
+    ArenaView,
+    HostTier,
+    LayoutMismatchError,
+    arena_open,
+)
 from kv_tier.arena_dir import ArenaDir
 from kv_tier.extents import GRANULE_BYTES
+from kv_tier.index_db import SCHEMA_VERSION
 from tests.kv_tier.arena_cases import (
     LAYOUT,
     holds,
+    key_of,
     lease,
     open_tier,
     reserve,
@@ -23,7 +32,7 @@ from tests.kv_tier.arena_cases import (
     store,
     write_heads,
 )
-from tests.kv_tier.worker_processes import be_a_rank, hammer, hold_and_wait
+from tests.kv_tier.worker_processes import be_a_rank, hammer, hold_and_wait, read_slowly
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -151,6 +160,40 @@ def test_processes_that_are_killed_at_work_leave_no_harm(tmp_path: Path) -> None
         assert (stats.num_leases, stats.num_reservations, stats.num_retired) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("is_discarded", [True, False])
+def test_a_slow_reader_keeps_its_bytes_while_all_else_is_reused(
+    tmp_path: Path, is_discarded: bool
+) -> None:
+    with open_tier(tmp_path) as tier:
+        view = ArenaView(tmp_path, LAYOUT)
+        write_heads(view, store(tier, 1, 2), 1, 0, 4)
+        with running(read_slowly, tmp_path) as (_, reader):
+            leased = reader.recv()
+            assert reader.recv() == "it reads"
+            if is_discarded:
+                assert tier.discard(key_of(1))
+            overwritten: set[int] = set()
+            for chunk in range(2, 300):  # each has other bytes
+                size = 1 + chunk % 3
+                reservation = reserve(tier, chunk, size, recompute_ms=float(chunk))
+                assert reservation is not None
+                start = reservation.location.offset // GRANULE_BYTES
+                overwritten.update(range(start, start + size))
+                write_heads(view, reservation.location, chunk, 0, 4)
+                assert tier.commit(reservation)
+            first = leased.offset // GRANULE_BYTES
+            assert overwritten == set(range(8)) - {first, first + 1}
+            assert tier.stats().num_retired == int(is_discarded)
+            assert holds(view, leased, 1, 0, 4)
+            reader.send("stop")
+            num_reads, num_wrong = reader.recv()
+            assert num_reads > 10 and num_wrong == 0
+        assert tier.stats().num_retired == 0
+        assert tier.check_integrity() == []
+        store(tier, 300, 8)  # its space too
+        assert resident(tier, range(301)) == {300}
+
+
 def test_another_layout_is_refused_while_the_arena_is_used(tmp_path: Path) -> None:
     other = replace(LAYOUT, head_dim=16)
     with open_tier(tmp_path) as tier:
@@ -164,6 +207,22 @@ def test_another_layout_is_refused_while_the_arena_is_used(tmp_path: Path) -> No
     with open_tier(tmp_path, layout=other, num_granules=9) as recreated:
         assert resident(recreated, range(10)) == set()
         assert recreated.stats().capacity_bytes == 9 * GRANULE_BYTES
+        assert recreated.check_integrity() == []
+
+
+def test_an_index_of_another_schema_is_refused_in_use_and_made_anew_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as before:
+        before.setattr(arena_open, "SCHEMA_VERSION", SCHEMA_VERSION - 1)
+        with open_tier(tmp_path) as old:
+            store(old, 1)
+            before.undo()
+            with pytest.raises(LayoutMismatchError, match=f"'schema_version': {SCHEMA_VERSION}"):
+                open_tier(tmp_path)
+    with open_tier(tmp_path) as recreated:
+        assert resident(recreated, range(10)) == set()
+        assert recreated.stats().refused == 0
         assert recreated.check_integrity() == []
 
 

@@ -42,6 +42,24 @@ def hold_and_wait(directory: Path, parent: Connection) -> None:
     parent.recv()
 
 
+def read_slowly(directory: Path, parent: Connection) -> None:
+    """Lease chunk 1, and read it again and again until told to stop; then let it go."""
+    tier = open_tier(directory)
+    view = ArenaView(directory, LAYOUT)
+    found = lease(tier, 1, 2)
+    assert found is not None
+    parent.send(found.location)
+    num_reads = num_wrong = 0
+    while not parent.poll():
+        num_reads += 1
+        num_wrong += not holds(view, found.location, 1, 0, 4)
+        if num_reads == 10:
+            parent.send("it reads")
+    parent.recv()
+    tier.release([found])
+    parent.send((num_reads, num_wrong))
+
+
 def hammer(directory: Path, seed: int, parent: Connection) -> None:
     """Use a few chunks in a small arena at random; report every value that was not right.
 
