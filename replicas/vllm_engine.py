@@ -10,6 +10,7 @@ from typing import Any
 
 from kv_tier.host_tier import HostTier, HostTierConfig
 from kv_tier.keys import KeySpace, model_fingerprint
+from kv_tier.redis import RedisTier
 from planner.clock import Clock, MonotonicClock
 from planner.cost_model import CostModel
 from planner.policies import FULL_PREFILL
@@ -25,6 +26,8 @@ from planner.types import (
     Ticket,
 )
 from replicas.batch import CoverageTerms, SegmentKind
+from replicas.cache_admin import CacheAdmin
+from replicas.cache_types import TierReport
 from replicas.calibration import at_present_speed, measure_cost
 from replicas.chunk_ingester import TIER, ChunkIngester, IngesterConfig, WantedChunk
 from replicas.config import EngineConfig
@@ -59,6 +62,8 @@ class VllmEngine:
         self._clock = clock or MonotonicClock()
         self._engine: Any = None
         self._tier: HostTier | None = None
+        self._remote: RedisTier | None = None
+        self._cache: CacheAdmin | None = None
         self._keys: KeySpace | None = None
         self._cost: CostTracker | None = None
         self._cursor = 0
@@ -410,6 +415,15 @@ class VllmEngine:
         entries = self._tier.find(chunk_id) if self._tier else []
         discarded = [self._tier.discard(e.key) for e in entries] if self._tier else []
         return any(discarded)
+
+    @property
+    def cache(self) -> CacheAdmin:
+        if self._cache is None:
+            self._cache = CacheAdmin(self._tier, self._remote)
+        return self._cache
+
+    def tier_report(self) -> TierReport:
+        return self.cache.report()
 
     def residency_update(self) -> ResidencyUpdate:
         if self._tier is None:
