@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Header, Request
+from fastapi import Depends, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -22,6 +22,7 @@ from cluster.api_types import (
     GenerationRequest,
     IngestRequest,
 )
+from cluster.cache_api import add_cache_routes, admin_guard
 from cluster.errors import ApiError
 from cluster.gateway import Gateway, Job, Piece
 from cluster.messages import IngestResult
@@ -50,9 +51,11 @@ class ApiFront:
         *,
         model_name: str,
         default_ttft_slo_ms: float,
+        admin_token: str | None = None,
     ) -> None:
         self.gateway = gateway
         self.model_name = model_name
+        self.admin_token = admin_token  # for no answer, and no log
         self._prompts = prompts
         self._clock = clock
         self._default_ttft_slo_ms = default_ttft_slo_ms
@@ -116,7 +119,7 @@ class ApiFront:
         }
 
     async def delete_chunk(self, chunk_id: str) -> dict[str, Any]:
-        if not await self.gateway.delete_chunk(chunk_id):
+        if not await self.gateway.cache.remove(chunk_id):
             raise _no_chunk(chunk_id)
         return {"id": chunk_id, "object": "chunk", "deleted": True}
 
@@ -312,6 +315,7 @@ def create_api(front: ApiFront, clock: Clock, *, version: str) -> FastAPI:
     )
     app.add_middleware(_ArrivalStamp, clock=clock)
     _add_error_handlers(app)
+    guard = admin_guard(lambda: front.admin_token)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(
@@ -336,9 +340,12 @@ def create_api(front: ApiFront, clock: Clock, *, version: str) -> FastAPI:
     async def show_chunk(chunk_id: str) -> dict[str, Any]:
         return await front.show_chunk(chunk_id)
 
-    @app.delete("/v1/chunks/{chunk_id}")
+    @app.delete("/v1/chunks/{chunk_id}", dependencies=[Depends(guard)])
     async def delete_chunk(chunk_id: str) -> dict[str, Any]:
+        """Remove a chunk from every node, and from Redis."""
         return await front.delete_chunk(chunk_id)
+
+    add_cache_routes(app, lambda: front.gateway.cache, guard)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

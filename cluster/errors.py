@@ -9,6 +9,8 @@ ClusterError
 
 from typing import Any
 
+from cluster.messages import Refusal
+
 
 class ClusterError(Exception):
     """Base of every error of this package."""
@@ -44,6 +46,8 @@ class ApiError(ClusterError):
         }
 
     def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         if self.retry_after_s is None:
             return {}
         return {"Retry-After": str(max(1, round(self.retry_after_s)))}
@@ -51,11 +55,23 @@ class ApiError(ClusterError):
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
+    401: "invalid_request_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
+    409: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable",
 }
+
+
+def error_of(refusal: Refusal) -> ApiError:
+    return ApiError(
+        refusal.status,
+        refusal.message,
+        code=refusal.code,
+        param=refusal.param,
+        retry_after_s=refusal.retry_after_s,
+    )
 
 
 class SchedulerGoneError(ClusterError):

@@ -12,8 +12,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from cluster.cache_service import CachePort, CacheService
 from cluster.config import GatewayConfig
-from cluster.errors import ApiError, ReplicaLostError, SchedulerGoneError
+from cluster.errors import ApiError, ReplicaLostError, SchedulerGoneError, error_of
 from cluster.messages import (
     AnsweredBy,
     IngestResult,
@@ -59,7 +60,7 @@ class SchedulerPort(Protocol):
     async def metrics_text(self) -> bytes: ...
 
 
-class ReplicaPort(Protocol):
+class ReplicaPort(CachePort, Protocol):
     """Calls to one replica. All raise ReplicaLostError when it is gone."""
 
     def generate(
@@ -71,8 +72,6 @@ class ReplicaPort(Protocol):
     ) -> list[IngestResult]: ...
 
     async def find_chunk(self, replica_id: str, chunk_id: str) -> StoredChunk | None: ...
-
-    async def delete_chunk(self, replica_id: str, chunk_id: str) -> bool: ...
 
 
 class SharedChunksPort(Protocol):
@@ -148,6 +147,7 @@ class Gateway:
         self._replicas = replicas
         self._config = config
         self._clock = clock
+        self.cache = CacheService(replicas, lambda: scheduler.status)
 
     @property
     def status(self) -> SchedulerStatus | None:
@@ -277,7 +277,7 @@ class Gateway:
             log.warning("scheduler_gone request_id=%s", ticket_id)
             return self._floor_ticket(job)
         if isinstance(ticket, Refusal):
-            raise _error_of(ticket)
+            raise error_of(ticket)
         return ticket
 
     def _floor_ticket(self, job: Job) -> Ticket:
@@ -313,7 +313,7 @@ class Gateway:
                 if delta is None:
                     break
                 if isinstance(delta, Refusal):
-                    raise _error_of(delta)
+                    raise error_of(delta)
                 if isinstance(delta, AnsweredBy):
                     replica_id = delta.replica_id
                     continue
@@ -392,15 +392,6 @@ class Gateway:
                 found[node_id] = chunk
         return found
 
-    async def delete_chunk(self, chunk_id: str) -> bool:
-        deleted = False
-        for replica_id in self._nodes().values():
-            try:
-                deleted |= await self._replicas.delete_chunk(replica_id, chunk_id)
-            except ReplicaLostError:
-                continue
-        return deleted
-
     async def metrics_text(self) -> bytes:
         try:
             return await self._scheduler.metrics_text()
@@ -415,16 +406,6 @@ class Gateway:
         return nodes
 
 
-def _error_of(refusal: Refusal) -> ApiError:
-    return ApiError(
-        refusal.status,
-        refusal.message,
-        code=refusal.code,
-        param=refusal.param,
-        retry_after_s=refusal.retry_after_s,
-    )
-
-
 def _outcome_of(served: Served, job: Job, num_generated: int) -> RequestOutcome:
     result = served.result
     return RequestOutcome(
@@ -436,6 +417,8 @@ def _outcome_of(served: Served, job: Job, num_generated: int) -> RequestOutcome:
         coverage=result.coverage if result.num_context_tokens else None,
         expected_ms=served.plan.expected_ms or None,
         prefill_ms=result.timings.first_token_ms,
+        load_ms=result.timings.load_ms,
+        stall_ms=result.timings.stall_ms,
         num_prompt_tokens=result.num_prompt_tokens,
         num_generated_tokens=num_generated,
         cached_tokens=result.cached_tokens,

@@ -53,6 +53,7 @@ class Ingress:
             clock,
             model_name=config.model_name,
             default_ttft_slo_ms=config.default_ttft_slo_ms,
+            admin_token=config.admin_token,
         )
         self._api = create_api(front, clock, version=_version())
         self._watching = asyncio.get_running_loop().create_task(ray_scheduler.watch())

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from planner import CostModel, EngineInfo, EngineLoad, Link
+from replicas.cache_types import TierReport
 from replicas.interface import ResidencyUpdate, StoredChunk
 
 
@@ -42,7 +43,10 @@ class ActiveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """A replica's state. `info` is set in complete reports; then `residency.reset` is True."""
+    """A replica's state. `info` is set in complete reports; then `residency.reset` is True.
+
+    `tiers` is set in complete reports, and when it has changed.
+    """
 
     replica_id: str
     node_id: str
@@ -52,6 +56,7 @@ class ReplicaReport:
     link: Link | None = None  # what stored KV comes over; None: it is in the node's memory
     active: tuple[ActiveRequest, ...] = ()
     residency: ResidencyUpdate = field(default_factory=ResidencyUpdate)
+    tiers: TierReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,7 @@ class ReplicaSummary:
     num_resident_chunks: int
     cost_drift: float = 1.0  # observed prefill time over what the first costs say
     info: EngineInfo | None
+    tiers: TierReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +118,8 @@ class RequestOutcome:
     coverage: float | None = None
     expected_ms: float | None = None
     prefill_ms: float | None = None
+    load_ms: float = 0.0
+    stall_ms: float = 0.0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cluster.messages import RequestOutcome, SchedulerStatus
+from cluster.tier_metrics import TierMetrics
 
 _TTFT_BUCKETS = (10, 25, 50, 100, 200, 300, 500, 750, 1000, 1500, 2000, 3000, 5000, 10_000, 30_000)
 _QUEUE_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 60_000)
@@ -44,6 +45,8 @@ class ServerMetrics:
         self._full = counter("full_prefill_requests", "Requests that the engine prefilled itself")
         self._expected = counter("prefill_expected_ms", "Prefill time that the plans expected")
         self._actual = counter("prefill_actual_ms", "Prefill time that the same requests took")
+        self._load = counter("load_ms", "Reading stored KV and rotating it, of answered requests")
+        self._stall = counter("stall_ms", "Waiting idle for stored KV, of answered requests")
         self._ttft = histogram("ttft_ms", "Arrival to first token", _TTFT_BUCKETS)
         self._queue = histogram("queue_ms", "Arrival at the scheduler to ticket", _QUEUE_BUCKETS)
         self._coverage = histogram("coverage", "Context share recomputed", _COVERAGE_BUCKETS)
@@ -66,6 +69,8 @@ class ServerMetrics:
         )
         self._refused = counter("refused", "Requests that the scheduler gave up", ("reason",))
         self._backlog = gauge("ingest_backlog", "Missed chunks to compute when idle", ("replica",))
+        self._tiers = TierMetrics()
+        self.registry.register(self._tiers)
         for met in ("true", "false"):
             self._slo.labels(met=met)
 
@@ -83,6 +88,8 @@ class ServerMetrics:
         if outcome.expected_ms is not None and outcome.prefill_ms is not None:
             self._expected.inc(outcome.expected_ms)
             self._actual.inc(outcome.prefill_ms)
+        self._load.inc(outcome.load_ms)
+        self._stall.inc(outcome.stall_ms)
         self._prompt.inc(outcome.num_prompt_tokens)
         self._generated.inc(outcome.num_generated_tokens)
         for tier, num_tokens in outcome.cached_tokens.items():
@@ -109,4 +116,5 @@ class ServerMetrics:
             self._chunks.labels(replica=replica.replica_id).set(replica.num_resident_chunks)
             self._backlog.labels(replica=replica.replica_id).set(replica.num_ingest_backlog)
             self._drift.labels(replica=replica.replica_id).set(replica.cost_drift)
+        self._tiers.show(status.replicas)
         return generate_latest(self.registry)

@@ -5,7 +5,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from typing import Any
+from contextvars import Context
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -14,6 +15,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from cluster import scheduler_actor
+from cluster.cache_messages import CacheCommand
 from cluster.config import SchedulerAddress, SchedulerConfig
 from cluster.errors import ReplicaLostError, SchedulerGoneError
 from cluster.messages import (
@@ -28,6 +30,8 @@ from planner import RagRequest, RequestProfile, Ticket
 from replicas.interface import EngineDeadError, GenerationDelta, StoredChunk
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _WATCH_PERIOD_S = 0.5
 _RETRY_S = 0.1
@@ -198,18 +202,27 @@ class RayReplicas:
     async def ingest(
         self, replica_id: str, chunks: Sequence[tuple[int, ...]], *, cache_salt: str
     ) -> list[IngestResult]:
-        call = self._handle.ingest.remote(ReplicaAddress(replica_id=replica_id), chunks, cache_salt)
-        return await _unary(call)
+        return await self._call("ingest", replica_id, chunks, cache_salt)
 
     async def find_chunk(self, replica_id: str, chunk_id: str) -> StoredChunk | None:
-        return await _unary(
-            self._handle.find_chunk.remote(ReplicaAddress(replica_id=replica_id), chunk_id)
-        )
+        return await self._call("find_chunk", replica_id, chunk_id)
 
-    async def delete_chunk(self, replica_id: str, chunk_id: str) -> bool:
-        return await _unary(
-            self._handle.delete_chunk.remote(ReplicaAddress(replica_id=replica_id), chunk_id)
-        )
+    async def cache(self, replica_id: str, command: CacheCommand[T]) -> T | Refusal:
+        return await self._call("cache", replica_id, command)
+
+    async def _call(self, method: str, replica_id: str, *arguments: Any) -> Any:
+        """Call one replica. Cancelling it cancels the work there.
+
+        It runs in a context of its own: calls inherit the id of the HTTP request that they are
+        made for, and of two with the same id that wait for their replica at the same time, Serve's
+        router forgets one.
+        """
+        address = ReplicaAddress(replica_id=replica_id)
+
+        async def call() -> Any:
+            return await _unary(getattr(self._handle, method).remote(address, *arguments))
+
+        return await asyncio.create_task(call(), context=Context())
 
 
 async def _result(awaitable: Any) -> Any:
@@ -219,6 +232,11 @@ async def _result(awaitable: Any) -> Any:
 async def _unary(response: Any) -> Any:
     try:
         return await response
+    except asyncio.CancelledError:
+        response.cancel()
+        if _is_cancelled():
+            raise
+        raise ReplicaLostError("the replica ended the call") from None
     except (RayActorError, TaskCancelledError, DeploymentUnavailableError) as exc:
         raise ReplicaLostError(str(exc).splitlines()[0]) from None
 

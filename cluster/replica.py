@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import ray
 from ray import serve
@@ -16,10 +16,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from cluster import scheduler_actor
+from cluster.cache_messages import CacheCommand
 from cluster.config import ReplicaConfig, SchedulerAddress
 from cluster.messages import ActiveRequest, AnsweredBy, IngestResult, Refusal, ReplicaAddress
 from cluster.replica_reporter import ReplicaReporter
 from planner import RagRequest, Ticket
+from replicas.cache_types import CacheError
 from replicas.interface import (
     EngineDeadError,
     GenerationDelta,
@@ -29,6 +31,8 @@ from replicas.interface import (
 )
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MIN_REPORT_GAP_S = 0.05
 
@@ -107,10 +111,14 @@ class Replica:
     async def find_chunk(self, _: ReplicaAddress, chunk_id: str) -> StoredChunk | None:
         return self._engine.find_chunk(chunk_id)
 
-    async def delete_chunk(self, _: ReplicaAddress, chunk_id: str) -> bool:
-        deleted = self._engine.delete_chunk(chunk_id)
-        self._changed.set()
-        return deleted
+    async def cache(self, _: ReplicaAddress, command: CacheCommand[T]) -> T | Refusal:
+        """What an operator wants of the store, or why it can not be."""
+        try:
+            return await command.run(self._engine.cache)
+        except CacheError as exc:
+            return Refusal(status=exc.status, message=str(exc), code=exc.code)
+        finally:
+            self._changed.set()
 
     async def check_health(self) -> None:
         """Called by Serve every second."""

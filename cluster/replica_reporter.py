@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from cluster.messages import ActiveRequest, ReplicaReport, ReportAck
 from planner import EngineInfo
+from replicas.cache_types import TierReport
 from replicas.interface import RagEngine, ResidencyUpdate
 
 
@@ -19,6 +20,7 @@ class ReplicaReporter:
         self._replica_id = replica_id
         self._node_id = node_id
         self._resident: set[str] = set()
+        self._tiers: TierReport | None = None  # as last told
         self._epoch: str | None = None  # the scheduler's life that knows us; None: complete report
 
     def build(self, active: Iterable[ActiveRequest]) -> ReplicaReport:
@@ -30,6 +32,9 @@ class ReplicaReporter:
         complete = self._epoch is None
         if complete:
             update = ResidencyUpdate(added=tuple(self._resident), reset=True)
+        tiers = self._engine.tier_report()
+        is_news = complete or tiers != self._tiers
+        self._tiers = tiers
         return ReplicaReport(
             replica_id=self._replica_id,
             node_id=self._node_id,
@@ -39,6 +44,7 @@ class ReplicaReporter:
             load=self._engine.load(),
             active=tuple(active),
             residency=update,
+            tiers=tiers if is_news else None,
         )
 
     def acknowledged(self, ack: ReportAck) -> bool:

@@ -41,6 +41,7 @@ from planner import (
     Ticket,
     plan_input,
 )
+from replicas.cache_types import TierReport
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class _Waiter:
 class _Replica:
     report: ReplicaReport  # the latest
     info: EngineInfo
+    tiers: TierReport | None
     at_ms: float
 
 
@@ -152,7 +154,8 @@ class SchedulerService:
         info = report.info or (known.info if known else None)
         if info is None:
             return ReportAck(epoch=self.epoch, needs_full=True)
-        self._replicas[report.replica_id] = _Replica(report, info, self._clock.now_ms())
+        tiers = report.tiers or (known.tiers if known else None)
+        self._replicas[report.replica_id] = _Replica(report, info, tiers, self._clock.now_ms())
         self._residency.apply(report.node_id, report.residency)
         self._leases.reconcile(report.replica_id, report.active)
         self._dispatch_in(0.0)
@@ -377,4 +380,5 @@ class SchedulerService:
             num_resident_chunks=len(self._residency.of(node_id)),
             cost_drift=replica.report.cost.scale if replica else 1.0,
             info=replica.info if replica else None,
+            tiers=replica.tiers if replica else None,
         )

@@ -87,7 +87,7 @@ def cluster_config(
 ) -> ClusterConfig:
     """Settings taken apart into what each part of the cluster reads."""
     engine, replicas, scheduler = settings.engine, settings.replicas, settings.scheduler
-    profile = profile_of(settings)
+    profile, token = profile_of(settings), settings.http.admin_token
     per_rank = replicas.gpus_per_rank
     if per_rank is None:
         per_rank = 1.0 if has_gpus else 0.0
@@ -111,6 +111,7 @@ def cluster_config(
             default_max_tokens=scheduler.default_max_tokens,
             redis=settings.kv_tier.redis.config(),
             resolve_model="deploy.models:resolve_model",
+            admin_token=token.get_secret_value() if token is not None else None,
         ),
         replica=ReplicaConfig(
             builder=engine_builder, engine=replace(engine_config(settings), profile=profile)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.profiling import command as profile
-from deploy import client, explain, simulate
+from deploy import cache_commands, client, explain, simulate
 from deploy.console import fail, say
 from deploy.models import ModelUnavailableError
 from deploy.settings import SettingsError, load_settings
@@ -27,6 +27,7 @@ examples:
   cachesmith serve --config server.yaml --port 9000
   cachesmith ingest --file corpus.jsonl            compute the documents' KV ahead
   cachesmith status
+  cachesmith cache stats                           what is stored, and how to remove and check it
   cachesmith trace --request ask.json              where one request's time goes, for Perfetto
   cachesmith explain --request ask.json            why its batch got its plan
   cachesmith profile --model DIR --out FILE        measure what the planner goes by
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     client.add_parsers(commands)
+    cache_commands.add_parser(commands)
     explain.add_parser(commands)
     profile.add_parser(commands)
     simulate.add_parser(commands)

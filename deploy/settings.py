@@ -217,6 +217,15 @@ class HttpSection(_Section):
     host: str = Field(default="127.0.0.1", min_length=1)
     port: int = Field(default=8000, ge=1, le=65535)
     ingress_replicas: Positive = 1
+    admin_token: SecretStr | None = None  # unset: the routes for administrators are open
+
+    @field_validator("admin_token")
+    @classmethod
+    def _fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
+        token = "x" if value is None else value.get_secret_value()
+        if not (token.isascii() and token.isprintable() and token.split() == [token]):
+            raise ValueError("must be ASCII characters without spaces, one at least")
+        return value
 
 
 class Settings(BaseSettings):
@@ -227,6 +236,7 @@ class Settings(BaseSettings):
         env_nested_delimiter="__",
         extra="forbid",
         frozen=True,
+        hide_input_in_errors=True,  # it may be a secret
     )
 
     model: ModelSection = ModelSection()

@@ -234,6 +234,20 @@ class HostTier:
                 entry_table.retire(tx, row.entry_id)
         return row is not None
 
+    def discard_content(self, content_id: str) -> int:
+        if not content_id:
+            return 0  # entries without an id have nothing in common
+        with self._db.transaction() as tx:
+            rows = tx.execute(
+                "SELECT entry_id FROM entries WHERE content_id = :id AND state = 1"
+                " UNION ALL SELECT entry_id FROM reservations JOIN entries USING (entry_id)"
+                " WHERE content_id = :id AND state = 0",
+                {"id": content_id},
+            ).fetchall()
+            for (entry_id,) in rows:
+                entry_table.retire(tx, entry_id)
+        return len(rows)
+
     def clear(self) -> None:
         with self._db.transaction() as tx:
             rows = tx.execute("SELECT entry_id FROM entries WHERE state < 2").fetchall()
@@ -241,25 +255,19 @@ class HostTier:
                 entry_table.retire(tx, entry_id)
 
     def find(self, content_id: str) -> list[EntryInfo]:
-        with self._db.snapshot() as tx:
-            rows = tx.execute(
-                "SELECT key, num_tokens, recompute_ms, uses, (SELECT count(*) FROM leases"
-                " WHERE leases.entry_id = entries.entry_id)"
-                " FROM entries WHERE content_id = ? AND state = 1 ORDER BY entry_id",
-                (content_id,),
-            ).fetchall()
-        return [
-            EntryInfo(
-                key=key,
-                content_id=content_id,
-                num_tokens=num_tokens,
-                nbytes=self.config.layout.entry_bytes(num_tokens),
-                recompute_ms=recompute_ms,
-                uses=uses,
-                num_leases=num_leases,
-            )
-            for key, num_tokens, recompute_ms, uses, num_leases in rows
-        ]
+        return self._entry_infos("AND content_id = ? ORDER BY entry_id", (content_id,))
+
+    def entries(self, limit: int | None = None) -> list[EntryInfo]:
+        most = -1 if limit is None else limit  # SQLite's word for no limit
+        return self._entry_infos("ORDER BY last_used DESC, entry_id DESC LIMIT ?", (most,))
+
+    def hold(self, key: bytes) -> Lease | None:
+        with self._db.transaction() as tx:
+            row = entry_table.find_by_key(tx, key)
+            if row is None or row.state != RESIDENT:
+                return None
+            location = self._location(key, row.offset, row.num_tokens)
+            return self._lease(tx, row.entry_id, location)
 
     def resident_since(self, cursor: int) -> ResidencyDelta:
         with self._db.snapshot() as tx:
@@ -317,6 +325,28 @@ class HostTier:
             entry_table.drop_owner(tx, owner_id)
             bury_owner(owners_dir, owner_id)
         return len(dead)
+
+    def _entry_infos(self, which: str, values: tuple[str | int, ...]) -> list[EntryInfo]:
+        """Resident entries. which: the rest of the query, with its values."""
+        with self._db.snapshot() as tx:
+            rows = tx.execute(
+                "SELECT key, content_id, num_tokens, recompute_ms, uses, (SELECT count(*)"
+                " FROM leases WHERE leases.entry_id = entries.entry_id)"
+                f" FROM entries WHERE state = 1 {which}",
+                values,
+            ).fetchall()
+        return [
+            EntryInfo(
+                key=key,
+                content_id=content_id,
+                num_tokens=num_tokens,
+                nbytes=self.config.layout.entry_bytes(num_tokens),
+                recompute_ms=recompute_ms,
+                uses=uses,
+                num_leases=num_leases,
+            )
+            for key, content_id, num_tokens, recompute_ms, uses, num_leases in rows
+        ]
 
     def _is_taken(self, tx: Connection, key: bytes) -> bool:
         """Whether the key is resident, or being written by a process that lives."""

@@ -145,12 +145,27 @@ class ChunkStore(Protocol):
         """
         ...
 
+    def discard_content(self, content_id: str) -> int:
+        """`discard` every entry of a public chunk id, also those that are being written.
+
+        returns: how many there were
+        """
+        ...
+
     def clear(self) -> None:
         """Discard every entry."""
         ...
 
     def find(self, content_id: str) -> list[EntryInfo]:
         """Resident entries of a public chunk id: several, if more than one model stored it."""
+        ...
+
+    def entries(self, limit: int | None = None) -> list[EntryInfo]:
+        """Resident entries, the most recently used first; those without a content id too."""
+        ...
+
+    def hold(self, key: bytes) -> Lease | None:
+        """Lease what is resident, whatever its tokens, to inspect it: neither a hit nor a use."""
         ...
 
     def resident_since(self, cursor: int) -> ResidencyDelta:

@@ -7,6 +7,7 @@ from typing import Protocol
 from planner.cost_model import CostModel
 from planner.timeline import Link
 from planner.types import EngineInfo, EngineLoad, PrefillResult, RagRequest, Ticket
+from replicas.cache_types import CacheOperations, TierReport
 
 
 class EngineDeadError(Exception):
@@ -86,7 +87,14 @@ class RagEngine(Protocol):
 
     def find_chunk(self, chunk_id: str) -> StoredChunk | None: ...
 
-    def delete_chunk(self, chunk_id: str) -> bool: ...
+    @property
+    def cache(self) -> CacheOperations:
+        """What an operator may do with the store, once the engine has started."""
+        ...
+
+    def tier_report(self) -> TierReport:
+        """What the tiers did and hold, for the metrics."""
+        ...
 
     def load(self) -> EngineLoad: ...
 

@@ -45,17 +45,17 @@ class RemoteChunks:
     """Chunks in Redis, for one engine; all but `close` on the event loop."""
 
     def __init__(
-        self, config: RedisTierConfig, tier: HostTier, keys: KeySpace, clock: Clock
+        self, config: RedisTierConfig, host: HostTier, keys: KeySpace, clock: Clock
     ) -> None:
-        layout = tier.config.layout
+        layout = host.config.layout
         self._config = config
-        self._tier = tier
+        self._host = host
         self._keys = keys
         self._clock = clock
         self._num_layers = layout.num_layers
-        self._view = ArenaView(tier.config.directory, layout)
-        self.remote = RedisTier(config, layout, memoryview(self._view.mapping.numpy()))
-        self._promoter = Promoter(tier, self.remote, self._view)
+        self._view = ArenaView(host.config.directory, layout)
+        self.tier = RedisTier(config, layout, memoryview(self._view.mapping.numpy()))
+        self._promoter = Promoter(host, self.tier, self._view)
         self._pool = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="promote")
         limit = config.limit
         bytes_per_ms = ASSUMED_BYTES_PER_MS
@@ -117,36 +117,34 @@ class RemoteChunks:
     def keep(self, query: ChunkQuery, *, recompute_ms: float, content_id: str) -> None:
         """Copy a resident chunk to Redis when there is time, unless it is there."""
         try:
-            if self._tier.contains([query.key]) != [True]:
-                return
-            (lease,) = self._tier.lease_unfinished([query])
+            lease = self._host.hold(query.key)
         except KvTierError:
             log.exception("a chunk is not copied to Redis")
             return
         if lease is None:
             return
-        self.remote.write_behind(
+        self.tier.write_behind(
             ChunkWrite(
                 location=lease.location,
                 token_ids=query.token_ids,
                 recompute_ms=recompute_ms,
                 content_id=content_id,
-                release=lambda: self._tier.release([lease]),
+                release=lambda: self._host.release([lease]),
             )
         )
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Of chunks that are no use although they verify, or that somebody deleted."""
         for key in keys:
-            self.remote.remove(key)
+            self.tier.remove(key)
 
     def make_room(self) -> bool:
         """Give up what waits to be written: its leases keep the arena full. Whether that helps."""
-        return self.remote.shed_backlog() > 0
+        return self.tier.shed_backlog() > 0
 
     def observe(self, result: PrefillResult) -> None:
         """Let the link follow what a prefill saw of it."""
-        speed = self.remote.speed()
+        speed = self.tier.speed()
         loaded = result.cached_tokens.get(REMOTE_TIER, 0)
         self._tracker.observe(
             loaded=loaded,
@@ -158,7 +156,7 @@ class RemoteChunks:
     def close(self) -> None:
         """Ends every fetch with a miss."""
         self._pool.shutdown()
-        self.remote.close()
+        self.tier.close()
 
     async def _promote(
         self, queries: Sequence[ChunkQuery], *, first_layer: int

@@ -25,6 +25,8 @@ from planner.types import (
     Ticket,
 )
 from replicas.batch import CoverageTerms, SegmentKind
+from replicas.cache_admin import CacheAdmin
+from replicas.cache_types import TierReport
 from replicas.calibration import at_present_speed, measure_cost
 from replicas.chunk_ingester import TIER, ChunkIngester, IngesterConfig, WantedChunk
 from replicas.config import EngineConfig
@@ -60,6 +62,7 @@ class VllmEngine:
         self._clock = clock or MonotonicClock()
         self._engine: Any = None
         self._tier: HostTier | None = None
+        self._cache: CacheAdmin | None = None
         self._keys: KeySpace | None = None
         self._remote: RemoteChunks | None = None
         self._cost: CostTracker | None = None
@@ -429,6 +432,16 @@ class VllmEngine:
         if self._remote is not None:
             self._remote.discard(entry.key for entry in entries)
         return any(discarded)
+
+    @property
+    def cache(self) -> CacheAdmin:
+        if self._cache is None:
+            remote = None if self._remote is None else self._remote.tier
+            self._cache = CacheAdmin(self._tier, remote)
+        return self._cache
+
+    def tier_report(self) -> TierReport:
+        return self.cache.report()
 
     def residency_update(self) -> ResidencyUpdate:
         if self._tier is None:

@@ -16,6 +16,7 @@ from kv_tier.layout import HEADER_BYTES, slice_checksums
 from kv_tier.redis.misses import Miss
 from kv_tier.redis.topology import Client
 from kv_tier.redis.values import (
+    MANIFEST_PATTERN,
     Manifest,
     StoredShape,
     check_prefix,
@@ -69,9 +70,7 @@ class Problem:
 
 def ls(client: Client, prefix: str) -> Iterator[StoredChunk]:
     """Every chunk that has a readable manifest, in no order."""
-    for keys in _batches(key for key, layer in _our_names(client, prefix) if layer is None):
-        values = _each(client, "GET", [manifest_name(prefix, key) for key in keys])
-        found = [m for v in values if v and not isinstance(m := parse_manifest(v), Miss)]
+    for found in _manifests(client, prefix):
         ttls = _each(client, "PTTL", [manifest_name(prefix, m.key) for m in found])
         for manifest, ttl_ms in zip(found, ttls, strict=True):
             names = chunk_names(prefix, manifest.key, manifest.shape.layout.num_layers)[1:]
@@ -100,12 +99,15 @@ def stats(client: Client, prefix: str) -> PrefixStats:
 
 def rm(client: Client, prefix: str, *, content_id: str) -> int:
     """Remove every chunk of a public id, of whatever model. Returns how many."""
-    num_removed = 0
-    for chunk in list(ls(client, prefix)):
-        if chunk.manifest.content_id == content_id:
-            remove_chunk(client, prefix, chunk.manifest.key)
-            num_removed += 1
-    return num_removed
+    keys = {
+        manifest.key
+        for found in _manifests(client, prefix)
+        for manifest in found
+        if manifest.content_id == content_id
+    }
+    for key in keys:
+        remove_chunk(client, prefix, key)
+    return len(keys)
 
 
 def remove_chunk(client: Client, prefix: str, key: bytes) -> int:
@@ -132,13 +134,25 @@ def clear(client: Client, prefix: str) -> int:
     return num_removed
 
 
-def verify(client: Client, prefix: str, *, repair: bool = False) -> list[Problem]:
-    """Read and check every value. With repair, remove the chunks that have a problem."""
+def verify(
+    client: Client,
+    prefix: str,
+    *,
+    repair: bool = False,
+    on_chunk: Callable[[int, int], None] | None = None,
+) -> list[Problem]:
+    """Read and check every value. With repair, remove the chunks that have a problem.
+
+    on_chunk: told before each chunk how many were checked, of how many, and once at the end; what
+    it raises ends the work
+    """
     layers_of: dict[bytes, set[int | None]] = defaultdict(set)
     for key, layer in _our_names(client, prefix):
         layers_of[key].add(layer)
     problems: list[Problem] = []
-    for key, there in layers_of.items():
+    on_chunk = on_chunk or (lambda num_checked, num_chunks: None)
+    for num_checked, (key, there) in enumerate(layers_of.items()):
+        on_chunk(num_checked, len(layers_of))
         problem = _chunk_problem(client, prefix, key, there)
         if problem is not None:
             problems.append(problem)
@@ -148,6 +162,7 @@ def verify(client: Client, prefix: str, *, repair: bool = False) -> list[Problem
                     for layer in there
                 ]
                 _run(client, "UNLINK", *names)
+    on_chunk(len(layers_of), len(layers_of))
     return problems
 
 
@@ -185,10 +200,18 @@ def _chunk_problem(
     return None
 
 
-def _names(client: Client, prefix: str) -> Iterator[bytes]:
+def _manifests(client: Client, prefix: str) -> Iterator[list[Manifest]]:
+    """Every readable manifest, some at a time; Redis itself leaves out the layers."""
+    for names in _batches(_names(client, prefix, MANIFEST_PATTERN)):
+        keys = [found[0] for name in names if (found := parse_name(prefix, name)) is not None]
+        values = _each(client, "GET", [manifest_name(prefix, key) for key in keys])
+        yield [m for v in values if v and not isinstance(m := parse_manifest(v), Miss)]
+
+
+def _names(client: Client, prefix: str, pattern: str = "*") -> Iterator[bytes]:
     options = {"target_nodes": "primaries"} if isinstance(client, RedisCluster) else {}
     # The prefix holds no character that has a meaning in a pattern.
-    yield from client.scan_iter(match=f"{prefix}:*", count=_SCAN_COUNT, **options)
+    yield from client.scan_iter(match=f"{prefix}:{pattern}", count=_SCAN_COUNT, **options)
 
 
 def _our_names(client: Client, prefix: str) -> Iterator[tuple[bytes, int | None]]:

@@ -71,6 +71,14 @@ class RemoteTier(Protocol):
         """
         ...
 
+    def cancel_writes(self, content_id: str) -> int:
+        """Drop what waits to be written of a public id, and take back what is being written.
+
+        Blocks until the latter is done, for a write's deadline at most.
+        returns: how many chunks
+        """
+        ...
+
     def flush(self, timeout_ms: float) -> bool:
         """Wait until nothing waits to be written or removed. False if the time was not enough."""
         ...

@@ -120,6 +120,9 @@ class RedisTier:
     def shed_backlog(self) -> int:
         return self._writer.shed()
 
+    def cancel_writes(self, content_id: str) -> int:
+        return self._writer.cancel(content_id)
+
     def flush(self, timeout_ms: float) -> bool:
         return self._writer.flush(timeout_ms)
 

@@ -25,6 +25,7 @@ from kv_tier.redis.encoding import Encoding, block_bytes
 from kv_tier.redis.misses import Miss
 
 VALUE_VERSION = 1
+MANIFEST_PATTERN = f"v{VALUE_VERSION}:{{*}}:chunk"  # for SCAN, behind the prefix and a colon
 
 _LAYER_MAGIC = b"CSMITHLV"
 _MANIFEST_MAGIC = b"CSMITHMF"

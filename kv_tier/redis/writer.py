@@ -63,6 +63,8 @@ class WriteBehind:
         self._writes: deque[ChunkWrite] = deque()
         self._removals: deque[bytes] = deque(maxlen=_MAX_REMOVALS)
         self._backlog_bytes = 0  # also of the chunk that is being written
+        self._writing: ChunkWrite | None = None
+        self._at_work: bytes | None = None  # the chunk that is being written or removed
         self._is_working = False
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -102,6 +104,24 @@ class WriteBehind:
             dropped = [self._pop_write() for _ in range(len(self._writes))]
         self._drop(dropped)
         return len(dropped)
+
+    def cancel(self, content_id: str) -> int:
+        with self._changed:
+            dropped = [write for write in self._writes if write.content_id == content_id]
+            self._writes = deque(w for w in self._writes if w.content_id != content_id)
+            self._backlog_bytes -= sum(write.location.nbytes for write in dropped)
+            writing = self._writing
+        self._drop(dropped)
+        if writing is None or writing.content_id != content_id:
+            return len(dropped)
+        key = writing.location.key
+        self.remove(key)  # comes next, when it has been written
+        with self._changed:
+            self._changed.wait_for(
+                lambda: key not in self._removals and self._at_work != key,
+                self._config.write_deadline_ms / 1e3,
+            )
+        return len(dropped) + 1
 
     def flush(self, timeout_ms: float) -> bool:
         with self._changed:
@@ -148,7 +168,8 @@ class WriteBehind:
                     return
                 self._is_working = True
                 removed = self._removals.popleft() if self._removals else None
-                write = self._writes.popleft() if removed is None else None
+                write = self._writing = self._writes.popleft() if removed is None else None
+                self._at_work = removed if write is None else write.location.key
             try:
                 if removed is not None:
                     self._remove(removed)
@@ -160,6 +181,7 @@ class WriteBehind:
                 with self._changed:
                     if write is not None:
                         self._backlog_bytes -= write.location.nbytes
+                    self._writing = self._at_work = None
                     self._is_working = False
                     self._changed.notify_all()
 

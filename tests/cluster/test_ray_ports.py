@@ -1,7 +1,8 @@
 """What the ports make of calls that Ray cancels: their own end, or the replica's?"""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Generator
+from contextvars import ContextVar
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import TaskCancelledError
 
+from cluster.cache_messages import ClearHost
 from cluster.config import SchedulerAddress, SchedulerConfig
 from cluster.errors import ReplicaLostError
 from cluster.ray_ports import RayReplicas, RayScheduler
@@ -105,3 +107,47 @@ async def test_a_cancelled_stream_is_a_lost_replica_unless_its_reader_is_cancell
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
+
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="none")
+
+
+class FakeCall:
+    """A call's response: says which request it was made for, or waits for ever."""
+
+    def __init__(self, answer: str | None) -> None:
+        self._answer = answer
+        self.num_cancelled = 0
+
+    def __await__(self) -> Generator[Any, None, str]:
+        if self._answer is None:
+            yield from asyncio.sleep(60.0).__await__()
+        assert self._answer is not None
+        return self._answer
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+
+
+def handle_of(call: Callable[[], FakeCall]) -> RayReplicas:
+    handle = FakeHandle(RuntimeError())
+    handle.cache = SimpleNamespace(remote=lambda address, command: call())  # type: ignore[attr-defined]
+    return RayReplicas(handle)  # type: ignore[arg-type]
+
+
+async def test_calls_of_one_request_are_apart():
+    """Serve's router tells calls apart by what the context says of their HTTP request."""
+    REQUEST_ID.set("the request")
+    port = handle_of(lambda: FakeCall(REQUEST_ID.get()))
+    answers = [port.cache(name, ClearHost()) for name in ("a", "b")]
+    assert await asyncio.gather(*answers) == ["none", "none"]
+
+
+async def test_a_call_that_is_given_up_is_cancelled_on_the_replica():
+    call = FakeCall(None)
+    asking = asyncio.create_task(handle_of(lambda: call).cache("a", ClearHost()))
+    await asyncio.sleep(0.01)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert call.num_cancelled == 1

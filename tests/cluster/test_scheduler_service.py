@@ -26,6 +26,7 @@ from planner import (
     Ticket,
     build_scheduler,
 )
+from replicas.cache_types import RedisReport, TierReport
 from replicas.interface import ResidencyUpdate
 from tests.fakes.fake_clock import FakeClock
 
@@ -506,3 +507,17 @@ def test_metrics_follow_the_state():
 def test_impossible_configs(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SchedulerConfig(**wrong)
+
+
+def test_what_a_replica_reported_of_its_tiers_holds_until_it_says_more():
+    bench = Bench()
+    tiers = TierReport(redis=RedisReport(breaker_openings=2))
+    bench.add("r1", tiers=tiers)
+    bench.add("r1", info=None)
+    (summary,) = bench.service.status().replicas
+    assert summary.tiers == tiers
+    assert b'cachesmith_redis_breaker_openings_total{replica="r1"} 2.0' in (
+        bench.service.metrics_text()
+    )
+    bench.add("r1", tiers=TierReport())
+    assert b"cachesmith_redis_breaker_openings_total{" not in bench.service.metrics_text()

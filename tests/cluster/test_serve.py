@@ -152,6 +152,29 @@ def test_chunks_come_and_go(server: Server):
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "chunk_not_found"
 
 
+def test_the_store_is_operated_over_http(server: Server):
+    body = {"documents": ["a chunk to operate on"]}
+    data = httpx.post(f"{server.url}/v1/chunks", json=body, timeout=30.0).json()["data"]
+    stats = httpx.get(f"{server.url}/v1/cache", timeout=10.0).json()
+    (node,) = stats["nodes"].values()
+    assert node["host"]["num_entries"] >= 1 and stats["redis"] is None
+    listed = httpx.get(f"{server.url}/v1/cache/chunks", timeout=10.0).json()["data"]
+    assert data[0]["id"] in [entry["id"] for entry in listed]
+    checked = {"tier": "all", "repair": True}
+    found = httpx.post(f"{server.url}/v1/cache/verify", json=checked, timeout=10.0).json()
+    assert found["status"] == "sound"
+    refused = httpx.get(f"{server.url}/v1/cache/chunks", params={"tier": "redis"}, timeout=10.0)
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "no_redis_tier"
+    cleared = httpx.delete(f"{server.url}/v1/cache", params={"tier": "all"}, timeout=10.0)
+    assert cleared.json()["deleted"] is True
+    assert httpx.get(f"{server.url}/v1/chunks/{data[0]['id']}").status_code == 404
+    wait_until(
+        lambda: any(name.startswith("cachesmith_host_entries{") for name in server.metrics()),
+        timeout_s=5,
+        what="the tier is in the metrics",
+    )
+
+
 def test_simultaneous_requests_share_batches_over_both_replicas(server: Server):
     server.delays(prefill_ms=300)
     with ThreadPoolExecutor(8) as pool:

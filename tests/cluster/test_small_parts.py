@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from cluster.membership import Membership
-from cluster.messages import ReportAck, RequestOutcome, SchedulerStatus
+from cluster.messages import ReplicaSummary, ReportAck, RequestOutcome, SchedulerStatus
 from cluster.metrics import ServerMetrics
 from cluster.replica_reporter import ReplicaReporter
 from cluster.residency import NodeResidency
+from kv_tier import TierStats
+from replicas.cache_types import RedisReport, TierReport
 from replicas.interface import ResidencyUpdate
 from tests.fakes.fake_engine import FakeEngine, FakeEngineConfig
 from tests.fakes.fake_ports import ready_status
@@ -82,6 +84,20 @@ def test_a_scheduler_that_does_not_know_us_gets_all_again(tmp_path: Path, ack: R
     assert report.info and report.residency == ResidencyUpdate(added=(chunk_id,), reset=True)
 
 
+def test_tiers_are_told_when_they_have_changed(tmp_path: Path):
+    engine, reporter = make_reporter(tmp_path)
+    first = reporter.build([]).tiers
+    assert first == engine.tier_report()
+    reporter.acknowledged(ReportAck(epoch="e1"))
+    assert reporter.build([]).tiers is None
+    store(engine, 1)
+    changed = reporter.build([]).tiers
+    assert changed is not None and changed != first
+    assert reporter.build([]).tiers is None
+    reporter.lost()
+    assert reporter.build([]).tiers == changed
+
+
 def test_status_names_one_replica_a_node(tmp_path: Path):
     _, reporter = make_reporter(tmp_path)
     info = reporter.build([]).info
@@ -99,7 +115,7 @@ def test_metrics_count_outcomes():
             outcome="ok", policy="adaptive", queue_ms=3, ttft_ms=40, slo_met=True, coverage=0.2,
             expected_ms=10, prefill_ms=12, num_prompt_tokens=100, num_generated_tokens=5,
             cached_tokens={"host": 60}, num_miss_tokens=20, num_recomputed_tokens=30,
-            recovered=True, num_retries=1,
+            recovered=True, num_retries=1, load_ms=4, stall_ms=2.5,
         )
     )  # fmt: skip
     text = metrics.render(SchedulerStatus(epoch="e", num_waiting=0, replicas=())).decode()
@@ -115,7 +131,99 @@ def test_metrics_count_outcomes():
         "cachesmith_recomputed_tokens_total 30.0",
         "cachesmith_prefill_expected_ms_total 10.0",
         "cachesmith_prefill_actual_ms_total 12.0",
+        "cachesmith_load_ms_total 4.0",
+        "cachesmith_stall_ms_total 2.5",
         "cachesmith_recovered_requests_total 1.0",
         "cachesmith_retries_total 1.0",
     ):
         assert line in text
+
+
+def host_stats(**changes: int) -> TierStats:
+    values = {
+        "capacity_bytes": 1000, "used_bytes": 300, "largest_free_bytes": 700, "num_entries": 3,
+        "num_leases": 1, "num_reservations": 2, "num_retired": 0, "num_owners": 2,
+        "hits": 7, "misses": 5, "collisions": 1, "evictions": 4, "refused": 6,
+    }  # fmt: skip
+    return TierStats(**{**values, **changes})
+
+
+REDIS = RedisReport(
+    counts={
+        "lookup_hits": 9, "chunks_read": 8, "bytes_read": 800, "chunks_written": 6,
+        "bytes_written": 600, "writes_dropped": 3, "writes_failed": 1, "chunks_removed": 2,
+    },
+    misses={"absent": 4, "deadline": 1},
+    bytes_per_ms=2e6, latency_ms=0.5, backlog_bytes=77, num_backlog=2,
+    nodes_unavailable=("redis",), breaker_openings=5,
+)  # fmt: skip
+
+
+def status_with(*tiers: tuple[str, str, TierReport]) -> SchedulerStatus:
+    """(replica, node, what it reports)"""
+    summaries = tuple(
+        ReplicaSummary(
+            replica_id=replica_id, node_id=node_id, ready=True, num_running=0, num_waiting=0,
+            num_ingest_backlog=0, num_leases=0, in_prefill=False, num_resident_chunks=0,
+            info=None, tiers=report,
+        )
+        for replica_id, node_id, report in tiers
+    )  # fmt: skip
+    return SchedulerStatus(epoch="e", num_waiting=0, replicas=summaries)
+
+
+def test_metrics_show_the_tiers_as_they_are_reported():
+    metrics = ServerMetrics()
+    status = status_with(("r1", "n1", TierReport(host=host_stats(), redis=REDIS)))
+    text = metrics.render(status).decode()
+    for line in (
+        "# TYPE cachesmith_host_hits_total counter",
+        "# TYPE cachesmith_host_entries gauge",
+        'cachesmith_host_hits_total{node="n1"} 7.0',
+        'cachesmith_host_misses_total{node="n1"} 5.0',
+        'cachesmith_host_collisions_total{node="n1"} 1.0',
+        'cachesmith_host_evictions_total{node="n1"} 4.0',
+        'cachesmith_host_refused_total{node="n1"} 6.0',
+        'cachesmith_host_capacity_bytes{node="n1"} 1000.0',
+        'cachesmith_host_used_bytes{node="n1"} 300.0',
+        'cachesmith_host_largest_free_bytes{node="n1"} 700.0',
+        'cachesmith_host_entries{node="n1"} 3.0',
+        'cachesmith_host_leases{node="n1"} 1.0',
+        'cachesmith_host_reservations{node="n1"} 2.0',
+        "# TYPE cachesmith_redis_misses_total counter",
+        'cachesmith_redis_lookup_hits_total{replica="r1"} 9.0',
+        'cachesmith_redis_misses_total{reason="absent",replica="r1"} 4.0',
+        'cachesmith_redis_misses_total{reason="deadline",replica="r1"} 1.0',
+        'cachesmith_redis_chunks_read_total{replica="r1"} 8.0',
+        'cachesmith_redis_read_bytes_total{replica="r1"} 800.0',
+        'cachesmith_redis_chunks_written_total{replica="r1"} 6.0',
+        'cachesmith_redis_written_bytes_total{replica="r1"} 600.0',
+        'cachesmith_redis_writes_lost_total{reason="dropped",replica="r1"} 3.0',
+        'cachesmith_redis_writes_lost_total{reason="refused",replica="r1"} 0.0',
+        'cachesmith_redis_writes_lost_total{reason="failed",replica="r1"} 1.0',
+        'cachesmith_redis_chunks_removed_total{replica="r1"} 2.0',
+        'cachesmith_redis_breaker_openings_total{replica="r1"} 5.0',
+        'cachesmith_redis_breakers_open{replica="r1"} 1.0',
+        'cachesmith_redis_backlog_bytes{replica="r1"} 77.0',
+        'cachesmith_redis_bytes_per_ms{replica="r1"} 2e+06',
+        'cachesmith_redis_latency_ms{replica="r1"} 0.5',
+    ):
+        assert f"\n{line}\n" in text, line
+
+
+def test_a_nodes_store_is_shown_once_and_by_who_has_seen_most_of_it():
+    metrics = ServerMetrics()
+    status = status_with(
+        ("r1", "n1", TierReport(host=host_stats(hits=10))),
+        ("r2", "n1", TierReport(host=host_stats(hits=12))),
+        ("r3", "n2", TierReport(host=host_stats(hits=3))),
+        ("r4", "n3", TierReport()),
+    )
+    text = metrics.render(status).decode()
+    shown = [line for line in text.splitlines() if line.startswith("cachesmith_host_hits_total{")]
+    assert sorted(shown) == [
+        'cachesmith_host_hits_total{node="n1"} 12.0',
+        'cachesmith_host_hits_total{node="n2"} 3.0',
+    ]
+    gone = metrics.render(SchedulerStatus(epoch="e", num_waiting=0, replicas=())).decode()
+    assert 'node="n1"' not in gone

@@ -237,3 +237,31 @@ def test_a_link_is_emulated_with_redis_or_without_it(config_file):
     both = {"kv_tier": {"redis": {"url": "redis://x"}}, "engine": {"load_bandwidth_mb_s": 100}}
     with pytest.raises(SettingsError, match=r"engine\.load_bandwidth_mb_s"):
         engine_config(load_settings(config_file=config_file(both)))
+
+
+@pytest.mark.parametrize("token", ["", "two words", "ümlaut", "a\tb"])
+def test_an_admin_token_that_fits_no_header_is_refused_unshown(config_file, token: str):
+    path = config_file({"http": {"admin_token": token}})
+    with pytest.raises(SettingsError, match=r"http\.admin_token") as error:
+        load_settings(config_file=path)
+    assert not token or token not in str(error.value)
+
+
+def test_the_admin_token_reaches_the_ingress_and_no_text(monkeypatch):
+    monkeypatch.setenv("CACHESMITH_HTTP__ADMIN_TOKEN", "let-me-in")
+    monkeypatch.setenv("CACHESMITH_ADMIN_TOKEN", "of the command line")
+    settings = load_settings()
+    config = cluster_config(settings)
+    assert config.ingress.admin_token == "let-me-in"
+    for shown in (settings, settings.model_dump(), config, config.ingress):
+        assert "let-me-in" not in f"{shown} {shown!r}"
+    assert "let-me-in" not in settings.model_dump_json()
+    assert cluster_config(load_settings(overrides={"http": {"port": 1}})).ingress.admin_token
+    monkeypatch.delenv("CACHESMITH_HTTP__ADMIN_TOKEN")
+    assert cluster_config(load_settings()).ingress.admin_token is None
+
+
+def test_serves_own_config_does_not_show_a_wrong_admin_token():
+    with pytest.raises(ValidationError) as error:
+        AppArgs(http={"admin_token": "wrong secret"})
+    assert "wrong secret" not in str(error.value)

@@ -16,6 +16,7 @@ from planner import (
     RagRequest,
     Ticket,
 )
+from replicas.cache_types import CacheOperations, TierReport
 from replicas.config import EngineConfig
 from replicas.interface import (
     EngineDeadError,
@@ -24,6 +25,7 @@ from replicas.interface import (
     ResidencyUpdate,
     StoredChunk,
 )
+from tests.fakes.fake_cache import FakeCache
 
 NUM_LAYERS = 4
 
@@ -68,12 +70,15 @@ def token_text(index: int) -> str:
 class FakeEngine:
     """Stores every chunk that it sees, as if each were computed after its request."""
 
-    def __init__(self, config: FakeEngineConfig) -> None:
+    def __init__(
+        self, config: FakeEngineConfig, *, operations: CacheOperations | None = None
+    ) -> None:
+        """operations: in the place of those on the engine's own chunks"""
         self._config = config
         self._dir = Path(config.state_dir)
-        self._chunks: dict[str, StoredChunk] = {}
+        self.fake_cache = FakeCache()
+        self._operations = operations or self.fake_cache
         self._added: list[str] = []
-        self._removed: list[str] = []
         self._num_running = 0
 
     async def start(self) -> EngineInfo:
@@ -114,7 +119,7 @@ class FakeEngine:
         cached = sum(
             len(chunk)
             for chunk, chunk_id in zip(request.chunks, ids, strict=True)
-            if chunk_id in self._chunks
+            if chunk_id in self.fake_cache.host
         )
         self._num_running += 1
         self._note(
@@ -151,19 +156,23 @@ class FakeEngine:
         return self._store(content_id(token_ids, cache_salt=cache_salt), len(token_ids))
 
     def find_chunk(self, chunk_id: str) -> StoredChunk | None:
-        return self._chunks.get(chunk_id)
+        return self.fake_cache.host.get(chunk_id)
 
-    def delete_chunk(self, chunk_id: str) -> bool:
-        self._removed.append(chunk_id)
-        return self._chunks.pop(chunk_id, None) is not None
+    @property
+    def cache(self) -> CacheOperations:
+        return self._operations
+
+    def tier_report(self) -> TierReport:
+        return self._operations.report()
 
     def load(self) -> EngineLoad:
         return EngineLoad(num_running=self._num_running, num_waiting=0, num_ingest_backlog=0)
 
     def residency_update(self) -> ResidencyUpdate:
-        update = ResidencyUpdate(added=tuple(self._added), removed=tuple(self._removed))
+        removed = self.fake_cache.removed
+        update = ResidencyUpdate(added=tuple(self._added), removed=tuple(removed))
         self._added.clear()
-        self._removed.clear()
+        removed.clear()
         return update
 
     async def check_health(self) -> None:
@@ -176,7 +185,7 @@ class FakeEngine:
         chunk = StoredChunk(
             chunk_id=chunk_id, num_tokens=num_tokens, nbytes=num_tokens * 64, tier="host"
         )
-        if self._chunks.setdefault(chunk_id, chunk) is chunk:
+        if self.fake_cache.host.setdefault(chunk_id, chunk) is chunk:
             self._added.append(chunk_id)
         return chunk
 

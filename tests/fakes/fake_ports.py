@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
+from cluster.cache_messages import CacheCommand
 from cluster.errors import ReplicaLostError, SchedulerGoneError
 from cluster.messages import (
     AnsweredBy,
@@ -14,8 +16,11 @@ from cluster.messages import (
     SchedulerStatus,
 )
 from planner import EngineInfo, RagRequest, RequestProfile, Ticket
+from replicas.cache_types import CacheError
 from replicas.interface import GenerationDelta, PromptTooLongError, RagEngine, StoredChunk
 from tests.fakes.records import request_plan
+
+T = TypeVar("T")
 
 PLAN = request_plan(coverage=0.25)
 
@@ -84,10 +89,16 @@ class FakeScheduler:
 
 
 class FakeReplicas:
-    """One engine behind every replica id. `lose_after` deltas, one call each, the replica dies."""
+    """One engine behind every replica id, but for those in `engines`.
+
+    `lose_after` deltas, one call each, the replica dies; the operators' calls to those in `gone`
+    find nobody.
+    """
 
     def __init__(self, engine: RagEngine) -> None:
         self.engine = engine
+        self.engines: dict[str, RagEngine] = {}
+        self.gone: set[str] = set()
         self.lose_after: list[int] = []
         self.requests: list[tuple[Ticket, RagRequest]] = []
 
@@ -124,7 +135,12 @@ class FakeReplicas:
         return results
 
     async def find_chunk(self, replica_id: str, chunk_id: str) -> StoredChunk | None:
-        return self.engine.find_chunk(chunk_id)
+        return self.engines.get(replica_id, self.engine).find_chunk(chunk_id)
 
-    async def delete_chunk(self, replica_id: str, chunk_id: str) -> bool:
-        return self.engine.delete_chunk(chunk_id)
+    async def cache(self, replica_id: str, command: CacheCommand[T]) -> T | Refusal:
+        if replica_id in self.gone:
+            raise ReplicaLostError("the fake replica is told to be gone")
+        try:
+            return await command.run(self.engines.get(replica_id, self.engine).cache)
+        except CacheError as exc:
+            return Refusal(status=exc.status, message=str(exc), code=exc.code)

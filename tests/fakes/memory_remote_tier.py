@@ -95,6 +95,9 @@ class MemoryRemoteTier:
     def shed_backlog(self) -> int:
         return 0
 
+    def cancel_writes(self, content_id: str) -> int:
+        return 0
+
     def flush(self, timeout_ms: float) -> bool:
         return True
 

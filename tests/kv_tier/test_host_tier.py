@@ -331,3 +331,53 @@ def test_a_tier_does_not_go_through_a_fork(tmp_path: Path, monkeypatch: pytest.M
 def test_costs_that_can_not_be_compared_are_refused(tmp_path: Path, recompute_ms: float) -> None:
     with open_tier(tmp_path) as tier, pytest.raises(ValueError, match="recompute_ms"):
         reserve(tier, 1, recompute_ms=recompute_ms)
+
+
+def test_entries_are_listed_with_the_last_used_first(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        for chunk in (1, 2, 3):
+            store(tier, chunk, recompute_ms=chunk + 0.5)
+        prefix = tier.reserve(key_of(4), tokens_of(4))
+        assert prefix is not None and tier.commit(prefix)
+        held = lease(tier, 1)
+        assert reserve(tier, 5) is not None  # nobody sees it yet
+        found = tier.entries()
+        assert [entry.key for entry in found] == [key_of(i) for i in (1, 4, 3, 2)]
+        assert [entry.content_id for entry in found] == ["chunk-1", "", "chunk-3", "chunk-2"]
+        first = found[0]
+        assert (first.recompute_ms, first.uses, first.num_leases) == (1.5, 2, 1)
+        assert first.nbytes == LAYOUT.entry_bytes(first.num_tokens)
+        assert tier.entries(2) == found[:2] and tier.entries(0) == []
+        assert held is not None
+        assert tier.find("chunk-1") == [first]
+
+
+def test_a_hold_keeps_an_entry_and_counts_no_use(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        location = store(tier, 1)
+        before, (entry,) = tier.stats(), tier.entries()
+        assert tier.hold(key_of(2)) is None
+        held = tier.hold(key_of(1))
+        assert held is not None and held.location == location
+        assert tier.stats().num_leases == 1
+        tier.discard(key_of(1))
+        assert tier.stats().num_retired == 1
+        tier.release([held])
+        after = tier.stats()
+        assert (after.hits, after.misses) == (before.hits, before.misses)
+        assert (entry.uses, after.used_bytes) == (1, 0)
+
+
+def test_a_public_id_is_discarded_with_what_is_being_written(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        store(tier, 1)
+        other_model = tier.reserve(key_of(11), tokens_of(1), content_id="chunk-1")
+        assert other_model is not None
+        store(tier, 2)
+        prefix = tier.reserve(key_of(3), tokens_of(3))
+        assert prefix is not None and tier.commit(prefix)
+        assert tier.discard_content("chunk-1") == 2
+        assert not tier.commit(other_model)
+        assert tier.discard_content("chunk-1") == tier.discard_content("") == 0
+        assert resident(tier, range(12)) == {2, 3}
+        assert tier.check_integrity() == []

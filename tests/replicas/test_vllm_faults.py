@@ -227,6 +227,16 @@ async def test_chunk_listing_and_deletion(engine):
     assert stored.chunk_id in engine.residency_update().removed
 
 
+async def test_an_operator_sees_verifies_and_removes_what_the_engine_stored(engine):
+    stored = await engine.ingest(tokens(random.Random(6), 30))
+    page = await engine.cache.entries("host", 1)
+    assert [entry.content_id for entry in page.entries] == [stored.chunk_id]
+    assert engine.tier_report().host.num_entries >= 1
+    assert (await engine.cache.verify("host", repair=False)).damaged == ()
+    assert await engine.cache.discard(stored.chunk_id)
+    assert engine.find_chunk(stored.chunk_id) is None
+
+
 async def test_the_same_chunk_asked_for_many_times_at_once_is_stored_once(engine):
     chunk = tokens(random.Random(5), 50)
     stored = await asyncio.gather(*(engine.ingest(chunk) for _ in range(5)))

@@ -58,7 +58,7 @@ class Nodes:
     def pace(self, limit=FAST):
         """How fast both nodes' links are from now on."""
         for engine in self.engines:
-            engine._remote.remote._link._limit = limit
+            engine._remote.tier._link._limit = limit
 
     async def forget(self):
         """Nothing is stored anywhere, and every connection is good."""
@@ -70,7 +70,7 @@ class Nodes:
         self.redis.flushall()
         await self.forget_host()
         for engine in self.engines:
-            await until(lambda engine=engine: not engine._remote.remote.stats().nodes_unavailable)
+            await until(lambda engine=engine: not engine._remote.tier.stats().nodes_unavailable)
 
     async def forget_host(self):
         for engine in self.engines:
@@ -102,7 +102,7 @@ async def settled(engine):
 
 async def flushed(engine):
     await settled(engine)
-    assert await asyncio.to_thread(engine._remote.remote.flush, 30_000)
+    assert await asyncio.to_thread(engine._remote.tier.flush, 30_000)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -150,11 +150,11 @@ def request_of(seed, lengths, **options):
 
 
 def misses(engine):
-    return dict(engine._remote.remote.stats().misses)
+    return dict(engine._remote.tier.stats().misses)
 
 
 def counted(engine, what):
-    return engine._remote.remote.stats().counts[what]
+    return engine._remote.tier.stats().counts[what]
 
 
 def from_redis(answer):
@@ -319,14 +319,14 @@ async def test_a_layer_evicted_between_lookup_and_read_is_a_miss_on_every_rank(n
     for engine in nodes.engines:
         await nodes.forget()
         await nodes.share(request)
-        fetch = engine._remote.remote.fetch
+        fetch = engine._remote.tier.fetch
 
         def evict_first(*args, fetch=fetch, **kwargs):
             nodes.redis.delete(layer_name(PREFIX, nodes.key(request), NUM_LAYERS - 1))
             return fetch(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._remote.remote, "fetch", evict_first)
+            patch.setattr(engine._remote.tier, "fetch", evict_first)
             before = misses(engine)[Miss.MISSING]
             answer = await ask(engine, request, make_ticket(**EXACT))
         assert_same(answer, plain)
@@ -359,7 +359,7 @@ async def test_redis_paused(nodes):
         for _ in range(3):
             await check_survived(nodes, request, plain)
             await nodes.forget_host()
-        await until(lambda: bool(nodes.first._remote.remote.stats().nodes_unavailable))
+        await until(lambda: bool(nodes.first._remote.tier.stats().nodes_unavailable))
         before = misses(nodes.first)[Miss.UNAVAILABLE]
         started_s = time.monotonic()
         assert_same(await ask(nodes.first, request, make_ticket(**EXACT)), plain)

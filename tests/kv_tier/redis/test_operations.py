@@ -88,6 +88,22 @@ def test_verify_and_repair(tier: RedisTier, arena: Arena, others: dict[bytes, by
     assert operations.stats(client, PREFIX).num_keys == KEYS_A_CHUNK
 
 
+def test_a_verification_says_how_far_it_is_and_can_be_stopped(
+    tier: RedisTier, arena: Arena
+) -> None:
+    write(tier, arena, 1, 2)
+    told: list[tuple[int, int]] = []
+    operations.verify(tier.client(), PREFIX, on_chunk=lambda *now: told.append(now))
+    assert told == [(0, 2), (1, 2), (2, 2)]
+
+    def stop(num_checked: int, num_chunks: int) -> None:
+        if num_checked:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        operations.verify(tier.client(), PREFIX, on_chunk=stop)
+
+
 def _damage(client: redis.Redis) -> None:
     """A bit of the first chunk, a layer of the second, two manifests."""
     name = layer_name(PREFIX, query(1).key, 2)

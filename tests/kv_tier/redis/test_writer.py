@@ -182,3 +182,27 @@ def test_readers_and_writers_of_one_chunk(server: RedisServer, arena: Arena) -> 
         thread.join()
         assert set(misses(reader)) <= {Miss.ABSENT, Miss.INCOMPLETE, Miss.MISSING}
         eventually(lambda: reader.flush(LONG_MS))
+
+
+def test_writes_of_a_public_id_are_cancelled(server: RedisServer, arena: Arena) -> None:
+    """The one under way is taken back before `cancel_writes` returns, the others are dropped."""
+    with open_tier(server.url, arena) as tier:
+        write(tier, arena, 9)  # so that the connection stands
+        server.pause()
+        for chunk in (1, 2, 3, 2):
+            assert offer(tier, arena.fill(chunk), chunk)
+        eventually(lambda: tier.stats().num_backlog == 3)  # the first is under way
+        assert tier.cancel_writes("chunk-2") == 2
+        assert tier.cancel_writes("chunk-4") == 0
+        found: list[int] = []
+        cancelling = threading.Thread(target=lambda: found.append(tier.cancel_writes("chunk-1")))
+        cancelling.start()
+        cancelling.join(0.2)
+        assert cancelling.is_alive()
+        server.resume()
+        cancelling.join()
+        assert found == [1]
+        assert lookup(tier, 1, 2)[:2] == [None, None]
+        assert tier.flush(LONG_MS)
+        assert [one is None for one in lookup(tier, 1, 2, 3, 9)] == [True, True, False, False]
+        assert tier.stats().backlog_bytes == 0
