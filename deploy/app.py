@@ -221,6 +221,8 @@ def engine_config(settings: Settings) -> EngineConfig:
         anchor_text=engine.anchor_text,
         host_tier_dir=str(host.path),
         host_tier_bytes=int(host.capacity_bytes),
+        host_tier_watermarks=(host.low_watermark, host.high_watermark),
+        host_tier_eviction=host.eviction,
         max_ingest_backlog=engine.max_ingest_backlog,
         redis=settings.kv_tier.redis.config(),
         vllm=engine.vllm,

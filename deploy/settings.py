@@ -115,7 +115,18 @@ class SchedulerSection(_Section):
 class HostTierSection(_Section):
     directory: str = ""  # unset: /dev/shm/cachesmith-<uid>
     capacity_bytes: ByteSize = ByteSize(1 << 30)  # "1GiB"
+    eviction: Literal["cost", "lru"] = "cost"
+    low_watermark: float = Field(default=0.93, gt=0, le=1)
+    high_watermark: float = Field(default=0.97, gt=0, le=1)
     keep_on_exit: bool = False
+
+    @field_validator("high_watermark")
+    @classmethod
+    def _not_below_the_low_one(cls, value: float, info: ValidationInfo) -> float:
+        low = info.data.get("low_watermark")
+        if low is not None and value < low:
+            raise ValueError(f"must not be less than low_watermark ({low}), got {value}")
+        return value
 
     @field_validator("capacity_bytes")
     @classmethod

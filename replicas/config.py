@@ -1,7 +1,7 @@
 """Settings that a replica's engine reads."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kv_tier.redis.config import RedisTierConfig
 from planner.auto_signal import AutoRule
@@ -28,6 +28,8 @@ class EngineConfig:
     anchor_text: str | None = None  # what chunks are prefilled behind; None: BOS, else EOS
     host_tier_dir: str = ""  # one folder a node, shared by its replicas; empty: no chunk store
     host_tier_bytes: int = 1 << 30
+    host_tier_watermarks: tuple[float, float] = (0.93, 0.97)  # low, high; see `HostTierConfig`
+    host_tier_eviction: Literal["cost", "lru"] = "cost"
     max_ingest_backlog: int = 1024  # missed chunks remembered for idle time
     redis: RedisTierConfig | None = None  # a second level behind the host tier
     profile: ServingProfile | None = None  # of the model; None: costs are measured at start

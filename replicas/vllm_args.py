@@ -104,6 +104,8 @@ def chunk_reuse_args(config: EngineConfig, keys: KeySpace) -> "AsyncEngineArgs":
     extra = {
         "arena_dir": config.host_tier_dir,
         "arena_bytes": config.host_tier_bytes,
+        "arena_eviction": config.host_tier_eviction,
+        "arena_watermarks": list(config.host_tier_watermarks),
         "fingerprint": keys.fingerprint,
         "anchor_ids": list(keys.anchor_ids),
         "slice_layers": config.slice_layers,

@@ -4,6 +4,7 @@ Everything is asynchronous in vLLM's sense: a request waits for its external tok
 goes on stepping, and each step advances the prefill by some layers.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from kv_tier.arena_view import ArenaView
 from kv_tier.host_tier import HostTier, HostTierConfig
 from kv_tier.keys import KeySpace
 from kv_tier.layout import KvLayout
+from kv_tier.page_lock import PageLock
 from planner.auto_signal import AutoRule
 from planner.clock import MonotonicClock
 from replicas.connector_scheduler import SchedulerSide, SliceConfig
 from replicas.connector_types import RequestParams, StepMeta, WorkerReport
 from replicas.connector_worker import WorkerSettings, WorkerSide
 from replicas.vllm_model import VllmModel
+
+logger = logging.getLogger(__name__)
 
 # what travels is ours and free of vLLM, so that it can be tested without it
 KVConnectorMetadata.register(StepMeta)
@@ -46,7 +50,7 @@ def layout_of(config: VllmConfig) -> KvLayout:
 class CacheSmithConnector(KVConnectorBase_V1):
     """One of two sides, by `role`. Settings come in vLLM's `kv_connector_extra_config`:
 
-    arena_dir, arena_bytes: the node's host tier
+    arena_dir, arena_bytes, arena_eviction, arena_watermarks (low, high): the node's host tier
     fingerprint, anchor_ids: the fields of the chunk key that vLLM does not know
     slice_layers, idle_slice_layers, hold_ms: see `SliceConfig`
     auto_rule: the fields of `AutoRule`; load_bandwidth_mb_s: of an emulated link, or None
@@ -60,6 +64,7 @@ class CacheSmithConnector(KVConnectorBase_V1):
         self._layout = layout_of(vllm_config)
         self._directory = Path(extra["arena_dir"])
         self._worker: WorkerSide | None = None
+        self._page_lock: PageLock | None = None
         self._scheduler: SchedulerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             keys = KeySpace(
@@ -71,6 +76,9 @@ class CacheSmithConnector(KVConnectorBase_V1):
                 directory=self._directory,
                 capacity_bytes=extra["arena_bytes"],
                 layout=self._layout,
+                eviction=extra["arena_eviction"],
+                high_watermark=extra["arena_watermarks"][1],
+                low_watermark=extra["arena_watermarks"][0],
             )
             slices = SliceConfig(
                 decoding=extra["slice_layers"],
@@ -141,6 +149,10 @@ class CacheSmithConnector(KVConnectorBase_V1):
             load_bytes_per_ms=None if bandwidth is None else bandwidth * 1e3,
         )
         arena = ArenaView(self._directory, self._layout)
+        if model.device.type == "cuda":  # copies to the GPU are faster from page-locked memory
+            self._page_lock = PageLock(arena.mapping, device_idx=model.device.index or 0)
+            if self._page_lock.problem:
+                logger.warning("the arena is not page-locked: %s", self._page_lock.problem)
         self._worker = WorkerSide(arena, model, settings, MonotonicClock())
 
     def drop_parked(self, park_id: str) -> None:
@@ -179,6 +191,8 @@ class CacheSmithConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.close()
+        if self._page_lock is not None:
+            self._page_lock.close()
 
     @property
     def _scheduling(self) -> SchedulerSide:

@@ -99,6 +99,9 @@ class VllmEngine:
                     directory=Path(self._config.host_tier_dir),
                     capacity_bytes=self._config.host_tier_bytes,
                     layout=layout,
+                    eviction=self._config.host_tier_eviction,
+                    low_watermark=self._config.host_tier_watermarks[0],
+                    high_watermark=self._config.host_tier_watermarks[1],
                 )
             )
             self._keys = KeySpace(

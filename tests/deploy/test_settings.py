@@ -68,6 +68,8 @@ def test_sizes_and_nested_values_are_readable(config_file, monkeypatch):
         ({"kv_tier": {"redis": {"url": "redis://x", "mode": "sentinel"}}}, "kv_tier.redis"),
         ({"kv_tier": {"redis": {"ttl_s": 0}}}, "kv_tier.redis.ttl_s"),
         ({"kv_tier": {"disk": {}}}, "kv_tier.disk"),
+        ({"kv_tier": {"host": {"high_watermark": 0.5}}}, "kv_tier.host.high_watermark"),
+        ({"kv_tier": {"host": {"low_watermark": 0}}}, "kv_tier.host.low_watermark"),
         ({"engine": {"tensor_parallel_size": 0}}, "engine.tensor_parallel_size"),
         ({"engine": {"tensor_parallel_size": "two"}}, "engine.tensor_parallel_size"),
         ({"engine": {"batch_hold_ms": -1}}, "engine.batch_hold_ms"),
