@@ -100,3 +100,20 @@ async def test_no_token_in_time_is_an_error_and_frees_the_engine(tmp_path: Path)
         await anext(bench.gateway.run(bench.job))
     assert error.value.status == 503 and error.value.code == "first_token_timeout"
     assert bench.events() == ["start", "cancelled"]
+
+
+async def test_a_request_is_admitted_with_what_every_node_can_load(tmp_path: Path):
+    asked = []
+
+    class Shared:
+        async def are_shared(self, chunks, *, cache_salt, info):
+            asked.append((chunks, cache_salt, info.model))
+            return [True]
+
+    bench = Bench(tmp_path)
+    await bench.start()
+    bench.gateway._shared = Shared()
+    _ = [piece async for piece in bench.gateway.run(bench.job)]
+    assert asked == [(((2, 3),), "", "fake-model")]
+    (profile,) = bench.scheduler.profiles
+    assert [chunk.is_shared for chunk in profile.chunks] == [True]

@@ -19,6 +19,7 @@ from planner import (
     SlackPlannerConfig,
     request_shape,
 )
+from planner.scheduler import hot_tokens, plan_input
 
 COST = CostModel(
     num_layers=30,
@@ -214,3 +215,17 @@ def test_the_engines_own_prefill_has_no_use_for_host_memory():
     queue.submit(profile("a", policy=FULL_PREFILL), now_ms=0.0)
     assert queue.next_batch([replica(free_kv_tokens=100, parking_tokens=9000)], now_ms=0.0) is None
     assert ids(queue.next_batch([replica(free_kv_tokens=650)], now_ms=0.0)) == ["a"]
+
+
+def test_what_every_node_can_load_counts_as_stored_but_not_as_hot():
+    chunks = tuple(
+        ChunkRef(chunk_id=c, num_tokens=300, is_shared=shared)
+        for c, shared in (("a", False), ("x", True), ("y", False))
+    )
+    asked = replace(profile("q"), chunks=chunks)
+    assert plan_input(asked, replica()).shape.num_cached == 600
+    assert hot_tokens(asked, replica().resident) == 300
+    queue = scheduler()
+    queue.submit(asked, now_ms=0.0)
+    nodes = [replica("empty", resident=()), replica("hot", resident=("x",))]
+    assert queue.next_batch(nodes, now_ms=0.0).replica_id == "hot"

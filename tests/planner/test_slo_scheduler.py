@@ -624,3 +624,17 @@ def test_edf_runs_the_whole_queue_in_order_of_deadline():
         queue.submit(profile(f"q{i}", slo=slo), now_ms=0.0)
     _, decisions = run_to_the_end(queue, [replica()])
     assert [ids(d) for _, d in decisions] == [["q1"], ["q2"], ["q0"]]
+
+
+def test_shared_chunks_are_planned_as_stored_on_every_node():
+    chunks = (ChunkRef(chunk_id="x", num_tokens=3000, is_shared=True),)
+    cold = replica("cold", node_id="n0", resident=frozenset())
+    missing = (ChunkRef(chunk_id="x", num_tokens=3000),)
+    loaded, computed = (
+        queue_of(profile("q", chunks=c, slo=900.0)).next_batch([cold], now_ms=0.0)
+        for c in (chunks, missing)
+    )
+    assert loaded.plan.expected_ms < computed.plan.expected_ms
+    hot = replica("hot", node_id="n1", resident=frozenset("x"))
+    queue = queue_of(profile("q", chunks=chunks, slo=900.0))
+    assert queue.next_batch([cold, hot], now_ms=0.0).replica_id == "hot"
