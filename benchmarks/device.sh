@@ -48,6 +48,10 @@ fi
 
 part kernels 130 "torch, triton, pytest" \
     "$python" -m pytest -q -p no:cacheprovider "${tests[@]}"
+if [[ $device != cpu ]]; then
+    part page-lock 40 "torch, cupy, kv_tier, pytest" \
+        "$python" -m pytest -q -p no:cacheprovider tests/kv_tier/test_page_lock.py -m gpu
+fi
 part exactness 60 "torch, transformers, kv_tier" \
     "$python" -m benchmarks.gpu_exactness "${exactness[@]}"
 part attention 80 "torch, triton" \
