@@ -172,12 +172,20 @@ class Promoter:
                 return None
             if reservation is not None:
                 return _Transfer(query, lease, reservation)
-            if self._view.arrival(lease.location) is not Arrival.GONE:
+            if self._is_coming(lease.location):
                 return _Transfer(query, lease, None)
             self._host.release([lease])
             if attempt < _MARK_TRIES - 1:
                 time.sleep(_MARK_WAIT_S)
         return None  # it is being computed, which may take long
+
+    def _is_coming(self, location: ChunkLocation) -> bool:
+        """Whether it is being fetched, or was. One that is computed may still have the marks of an
+        entry that was there before."""
+        arrival = self._view.arrival(location)
+        if arrival is Arrival.WHOLE:
+            return self._host.contains([location.key]) == [True]
+        return arrival is Arrival.ARRIVING
 
     def _fetched(self, transfer: _Transfer, chunk: ChunkFetch | None) -> None:
         """Nothing writes to its entry any more."""

@@ -1,14 +1,17 @@
 """Two engines of two nodes over one real Redis: shared chunks, and every way Redis can fail."""
 
 import asyncio
+import os
 import random
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import redis
 
 from kv_tier.host_tier import HostTier
 from kv_tier.redis import Count, LinkLimit, Miss, RedisTierConfig
@@ -460,3 +463,87 @@ async def test_values_of_one_byte_a_number_are_near(nodes, tmp_path_factory):
     exact = await ask(nodes.second, request, make_ticket(**EXACT))
     assert from_redis(exact) == 100
     assert_same(exact, plain)
+
+
+# ---- everything at once ----
+
+SOAK_S = 8.0
+
+
+async def harm(nodes, rng, until_s):
+    """One fault after another, each soon mended."""
+    while time.monotonic() < until_s:
+        fault = rng.choice(["kill", "pause", "delete", "flip", "forget", "forget", "slow"])
+        if fault == "kill":
+            nodes.server.kill()
+            await asyncio.sleep(rng.random() * 0.2)
+            nodes.server.start()
+        elif fault == "pause":
+            nodes.server.pause()
+            await asyncio.sleep(rng.random() * DEADLINE_MS / 500)
+            nodes.server.resume()
+        elif fault in ("delete", "flip"):
+            names = nodes.redis.keys(f"{PREFIX}:*")
+            for name in rng.sample(names, min(3, len(names))):
+                value = nodes.redis.get(name)
+                if fault == "flip" and value:
+                    nodes.redis.set(name, flip_a_bit(value))
+                else:
+                    nodes.redis.delete(name)
+        elif fault == "forget":
+            for engine in nodes.engines:
+                engine._tier.clear()
+        else:
+            nodes.pace(rng.choice([FAST, SLOW]))
+        await asyncio.sleep(rng.random() * 0.4)
+
+
+async def test_whatever_happens_answers_stay_right_and_nothing_is_left(nodes):
+    rng = random.Random(os.environ.get("CACHESMITH_TEST_SEED", "17"))
+    first = request_of(170, [rng.randint(5, 120) for _ in range(8)])
+    requests = [
+        replace(request_of(171 + i, [1]), chunks=tuple(rng.sample(first.chunks, 1 + i % 4)))
+        for i in range(8)
+    ]
+    plain = [await ask(nodes.first, request) for request in requests]
+    await nodes.share(first)
+    stored = {name: nodes.redis.get(name) for name in nodes.redis.keys(f"{PREFIX}:*")}
+    end_s = time.monotonic() + SOAK_S
+
+    async def keep_asking(engine, rng):
+        while time.monotonic() < end_s:
+            idx, depth = rng.randrange(len(requests)), rng.choice([0, 1, 2])
+            plan = {
+                **EXACT,
+                "warmup_depth": depth,
+                "signal": rng.choice([Signal.KV_DEV, Signal.QCI]),
+            }
+            asking = asyncio.create_task(
+                ask(engine, requests[idx], make_ticket(rng.randrange(1 << 30), **plan))
+            )
+            if rng.random() < 0.1:
+                await asyncio.sleep(rng.random() * 0.05)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+            else:
+                assert_same(await asking, plain[idx])
+
+    async def keep_storing():
+        """What faults have removed, so that there is always something to read."""
+        while time.monotonic() < end_s:
+            await asyncio.sleep(1.0)
+            with suppress(redis.RedisError):
+                for name, value in stored.items():
+                    nodes.redis.set(name, value)
+
+    asking = [keep_asking(engine, random.Random(rng.random())) for engine in nodes.engines * 2]
+    before = [counted(engine, Count.CHUNKS_READ) for engine in nodes.engines]
+    await asyncio.gather(harm(nodes, rng, end_s), keep_storing(), *asking)
+    assert any(
+        counted(engine, Count.CHUNKS_READ) > number
+        for engine, number in zip(nodes.engines, before, strict=True)
+    )
+    for engine in nodes.engines:
+        await settled(engine)
+        await until(lambda engine=engine: engine._tier.stats().num_leases == 0, 30.0)
+        assert engine._tier.check_integrity() == []
