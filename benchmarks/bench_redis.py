@@ -43,6 +43,7 @@ LAYOUT = KvLayout(
 )
 PREFIX = "cachesmith-bench"
 DEADLINE_MS = 120_000.0
+WRITE_ID = b"the same"  # of all writes, so that reading needs no lookup
 SENDER = """
 import socket, sys
 sock = socket.create_server(("127.0.0.1", 0))
@@ -99,7 +100,7 @@ class Work:
             write_backlog_bytes=1 << 40,
             **changes,
         )
-        return RedisTier(config, LAYOUT, self.memory)
+        return RedisTier(config, LAYOUT, self.memory, new_write_id=lambda: WRITE_ID)
 
     def store(self, encoding: Encoding) -> None:
         with self.tier(encoding=encoding) as tier:
@@ -225,7 +226,9 @@ def _encoded(work: Work, args: Any) -> list[dict[str, Any]]:
 
 
 def _fetch(tier: RedisTier, work: Work, encoding: Encoding = Encoding.RAW) -> None:
-    requests = [FetchRequest(location=place, encoding=encoding) for place in work.places]
+    requests = [
+        FetchRequest(location=place, encoding=encoding, write_id=WRITE_ID) for place in work.places
+    ]
     fetch = tier.fetch(requests, range(NUM_LAYERS), deadline_ms=DEADLINE_MS)
     fetch.wait_quiet()
     for chunk in fetch.chunks:

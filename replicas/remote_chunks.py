@@ -157,6 +157,7 @@ class RemoteChunks:
         """Ends every fetch with a miss."""
         self._pool.shutdown()
         self.tier.close()
+        self._promoter.close()
 
     async def _promote(
         self, queries: Sequence[ChunkQuery], *, first_layer: int

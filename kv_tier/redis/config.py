@@ -3,8 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from redis.connection import parse_url
+
 from kv_tier.redis.encoding import Encoding
 from kv_tier.redis.link import LinkLimit
+
+MAX_DEADLINE_MS = 1e9  # eleven days: no clock or lock overflows
 
 _PREFIX_FORBIDS = frozenset("{}*?[]\\^")
 
@@ -42,6 +46,10 @@ class RedisTierConfig:
     def __post_init__(self) -> None:
         if not self.url.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("url must start with redis://, rediss:// or unix://")
+        try:
+            parse_url(self.url)
+        except ValueError:  # its text may hold a piece of the password
+            raise ValueError("url can not be parsed: quote what is special in it") from None
         if self.mode not in ("standalone", "sentinel", "cluster"):
             raise ValueError(f"mode must be standalone, sentinel or cluster, got {self.mode!r}")
         if self.mode != "standalone" and self.url.startswith("unix://"):
@@ -52,10 +60,7 @@ class RedisTierConfig:
             host, _, port = node.rpartition(":")
             if not host or not port.isdecimal():
                 raise ValueError(f"a node is host:port, got {node!r}")
-        if not self.key_prefix or not self.key_prefix.isprintable() or " " in self.key_prefix:
-            raise ValueError(f"key_prefix must be printable, without spaces, got {self}")
-        if _PREFIX_FORBIDS & set(self.key_prefix):
-            raise ValueError(f"key_prefix must have none of {{}}*?[]\\^, got {self}")
+        check_key_prefix(self.key_prefix)
         if min(self.num_connections, self.depth, self.breaker_failures) < 1:
             raise ValueError(f"need at least one connection, request and failure, got {self}")
         deadlines = (
@@ -66,7 +71,17 @@ class RedisTierConfig:
             self.connect_deadline_ms,
             self.probe_interval_ms,
         )
-        if not all(deadline_ms > 0 for deadline_ms in deadlines) or self.write_backlog_bytes < 0:
-            raise ValueError(f"deadlines must be positive and the backlog not below 0, got {self}")
-        if self.ttl_s is not None and not self.ttl_s >= 0.001:
-            raise ValueError(f"ttl_s must be at least a millisecond, got {self}")
+        if not all(0 < deadline_ms <= MAX_DEADLINE_MS for deadline_ms in deadlines):
+            raise ValueError(f"deadlines must be positive, up to {MAX_DEADLINE_MS}, got {self}")
+        if self.write_backlog_bytes < 0:
+            raise ValueError(f"the backlog must not be below 0, got {self}")
+        if self.ttl_s is not None and not 0.001 <= self.ttl_s <= MAX_DEADLINE_MS:
+            raise ValueError(f"ttl_s must be at least a millisecond, and finite, got {self}")
+
+
+def check_key_prefix(prefix: str) -> None:
+    """Raises ValueError for one that keys can not start with."""
+    if not prefix or not prefix.isprintable() or " " in prefix:
+        raise ValueError(f"key_prefix must be printable, without spaces, got {prefix!r}")
+    if _PREFIX_FORBIDS & set(prefix):
+        raise ValueError(f"key_prefix must have none of {{}}*?[]\\^, got {prefix!r}")

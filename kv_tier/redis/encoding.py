@@ -42,15 +42,13 @@ def block_bytes(encoding: Encoding, layout: KvLayout, num_tokens: int) -> int:
 def encode(kv: Tensor, encoding: Encoding) -> Tensor:
     """kv: [num_blocks, num_tokens, head_dim], contiguous, any float dtype, on the CPU
 
-    returns: [num_blocks, block_bytes], uint8; for `raw` a view. What is not finite comes back as
-    not finite.
+    encoding: fp8 or int8; raw blocks are the arena's own bytes
+    returns: [num_blocks, block_bytes], uint8. What is not finite comes back as not finite.
     """
     num_blocks = kv.shape[0]
-    if encoding is Encoding.RAW:
-        return kv.view(torch.uint8).view(num_blocks, -1)
     values = kv.float()
     scales = values.abs().amax(dim=2).div_(_largest_code(encoding)).clamp_(min=_TINY)
-    scaled = values / scales.unsqueeze(2)  # a copy: `values` may be the arena itself
+    scaled = values / scales.unsqueeze(2)  # a copy: `values` may be the caller's memory
     if encoding is Encoding.FP8:
         codes = scaled.to(torch.float8_e4m3fn)
     else:
@@ -63,9 +61,6 @@ def encode(kv: Tensor, encoding: Encoding) -> Tensor:
 def decode(blocks: Tensor, encoding: Encoding, out: Tensor) -> None:
     """blocks: [num_blocks, block_bytes], uint8; out: [num_blocks, num_tokens, head_dim], written"""
     num_blocks, num_tokens, head_dim = out.shape
-    if encoding is Encoding.RAW:
-        out.copy_(blocks.view(out.dtype).view(out.shape))
-        return
     scale_bytes = num_tokens * _SCALE_BYTES
     # Rows of blocks need not start on 4 bytes, so scales are copied before they are read as floats.
     scales = blocks[:, :scale_bytes].clone().view(torch.float32)

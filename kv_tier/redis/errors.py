@@ -5,9 +5,12 @@ RedisCallError
 │   └── UnavailableError   the breaker is open: nobody was asked
 ├── DeadlineError    no answer in time
 └── ReplyError       Redis answered with an error
+    └── OversizeError      Redis answered with a value that is none of ours
 """
 
 from kv_tier.errors import KvTierError
+
+_MOVED_CODES = frozenset({"MOVED", "ASK", "CLUSTERDOWN", "MASTERDOWN", "LOADING", "READONLY"})
 
 
 class RedisCallError(KvTierError):
@@ -30,6 +33,10 @@ class ReplyError(RedisCallError):
     """Redis answered with an error, for example `OOM ...`. The connection is good."""
 
     @property
-    def code(self) -> str:
-        """The first word: OOM, READONLY, MOVED, LOADING, ..."""
-        return str(self).partition(" ")[0]
+    def is_redirect(self) -> bool:
+        """Whether another node has the key now, or this one can not serve it."""
+        return str(self).partition(" ")[0] in _MOVED_CODES
+
+
+class OversizeError(ReplyError):
+    """A value that is larger than any small one of ours: received to its end, and dropped."""

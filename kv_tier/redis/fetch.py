@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kv_tier.layout import KvLayout
+from kv_tier.redis.config import MAX_DEADLINE_MS
 from kv_tier.redis.encoding import Encoding
 from kv_tier.redis.entry_memory import EntryMemory
 from kv_tier.redis.misses import Miss
@@ -22,6 +23,7 @@ class FetchRequest:
 
     location: ChunkLocation
     encoding: Encoding  # as the lookup found it
+    write_id: bytes  # as the lookup found it
 
 
 class ChunkFetch:
@@ -42,7 +44,8 @@ class ChunkFetch:
         on_layer: "Callable[[ChunkFetch, int], None] | None" = None,
         on_quiet: "Callable[[ChunkFetch], None] | None" = None,
     ) -> None:
-        """Callbacks run in a reader's thread, or in the one that cancels; keep them short.
+        """Callbacks run in a reader's thread; `on_quiet` also in one that starts a fetch, waits for
+        it, cancels it, or closes the tier. Keep them short.
 
         deadline_s: `time.monotonic()` seconds; what is not there then is a miss
         """
@@ -50,6 +53,7 @@ class ChunkFetch:
         self.shape = StoredShape(
             layout=entry.layout, num_tokens=request.location.num_tokens, encoding=request.encoding
         )
+        self.write_id = request.write_id
         self.layer_bytes = self.shape.value_bytes  # in Redis; asked for more than once a layer
         entry.begin_arrival()
         self.deadline_s = deadline_s
@@ -85,8 +89,10 @@ class ChunkFetch:
         return layer in self._ready
 
     def wait_layer(self, layer: int, timeout_ms: float | None = None) -> bool:
-        """Wait until the layer is ready: True; or the chunk missed, or the time is over: False."""
-        self._wait(lambda: layer in self._ready or self._miss is not None, timeout_ms)
+        """Wait until the layer is ready: True; or it will not be, or the time is over: False."""
+        self._wait(
+            lambda: layer in self._ready or self._miss is not None or self.is_complete, timeout_ms
+        )
         return layer in self._ready
 
     def wait_quiet(self, timeout_ms: float | None = None) -> bool:
@@ -110,10 +116,13 @@ class ChunkFetch:
                 self._changed.notify_all()
         self._settle()
 
-    def begin(self) -> bool:
-        """A reader is about to ask for a layer. True: `end` follows; False: nobody needs it now."""
+    def fail_if_late(self) -> None:
         if time.monotonic() >= self.deadline_s:
             self.fail(Miss.DEADLINE)
+
+    def begin(self) -> bool:
+        """A reader is about to ask for a layer. True: `end` follows; False: nobody needs it now."""
+        self.fail_if_late()
         with self._changed:
             if self._miss is not None:
                 return False
@@ -131,7 +140,7 @@ class ChunkFetch:
         with self._changed:
             if self._miss is not None:
                 return
-            if self._ready | {layer} == self._wanted:
+            if len(self._ready | {layer}) == self.entry.layout.num_layers:
                 self.entry.write_header()
             self._ready.add(layer)
             if self.is_complete:
@@ -161,9 +170,9 @@ class ChunkFetch:
         left_s = max(0.0, self.deadline_s - time.monotonic())
         limit_s = left_s if timeout_ms is None else min(left_s, timeout_ms / 1e3)
         with self._changed:
-            if self._changed.wait_for(is_over, limit_s) or time.monotonic() < self.deadline_s:
+            if self._changed.wait_for(is_over, limit_s):
                 return
-        self.fail(Miss.DEADLINE)
+        self.fail_if_late()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +199,10 @@ class Fetch:
             chunk.cancel()
 
 
-def check_layers(layers: Sequence[int], layout: KvLayout) -> None:
-    """Raises ValueError if a fetch could not read these layers."""
+def check_fetch(layers: Sequence[int], layout: KvLayout, deadline_ms: float) -> None:
+    """Raises ValueError if a fetch could not read these layers, or not wait so long."""
+    if not deadline_ms <= MAX_DEADLINE_MS:
+        raise ValueError(f"deadline_ms must be at most {MAX_DEADLINE_MS}, got {deadline_ms}")
     if not layers or len(set(layers)) != len(layers):
         raise ValueError(f"layers must be distinct, and at least one, got {layers}")
     if not 0 <= min(layers) <= max(layers) < layout.num_layers:

@@ -2,16 +2,13 @@
 
 import torch
 
-from kv_tier.layout import HEADER_BYTES, slice_checksums
+from kv_tier.layout import HEADER_BYTES
 from kv_tier.redis.encoding import Encoding, decode
 from kv_tier.redis.errors import ReplyError
 from kv_tier.redis.fetch import ChunkFetch
 from kv_tier.redis.misses import Miss
 from kv_tier.redis.resp import RespConnection
-from kv_tier.redis.values import check_prefix
-
-# Answers that say that another node has the key now, or that this one can not serve it.
-MOVED_CODES = frozenset({"MOVED", "ASK", "CLUSTERDOWN", "MASTERDOWN", "LOADING"})
+from kv_tier.redis.values import check_prefix, check_value
 
 
 class LayerReader:
@@ -24,7 +21,7 @@ class LayerReader:
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray())
-        self.moved = False  # the last answer was one of MOVED_CODES
+        self.is_redirect = False  # the last answer was one
 
     def receive(
         self, connection: RespConnection, chunk: ChunkFetch, layer: int, deadline_s: float
@@ -37,33 +34,35 @@ class LayerReader:
         needed = prefix_bytes if chunk.shape.encoding is Encoding.RAW else num_bytes
         if len(self._memory) < needed:
             self._memory = memoryview(bytearray(needed))
-        self.moved = False
+        self.is_redirect = False
         try:
             size = connection.read_value_size(deadline_s, expected_bytes=prefix_bytes)
         except ReplyError as exc:
-            self.moved = exc.code in MOVED_CODES
+            self.is_redirect = exc.is_redirect
             return Miss.SERVER
         if size is None:
             return Miss.MISSING
+        prefix = self._memory[: min(size, prefix_bytes)]
+        connection.read_into(prefix, deadline_s)
         if size == num_bytes:
-            connection.read_into(self._memory[:prefix_bytes], deadline_s)
             connection.read_into(self._blocks(chunk, layer), deadline_s)
-        else:
-            connection.skip(size, deadline_s)
+            connection.end_value(deadline_s)
+            return None
+        connection.skip(size - len(prefix), deadline_s)
         connection.end_value(deadline_s)
-        return None if size == num_bytes else Miss.TRUNCATED
+        # Another write's encoding may have made it longer or shorter.
+        miss = check_prefix(prefix, chunk.location.key, chunk.shape, chunk.write_id, layer)
+        return Miss.REPLACED if miss is Miss.REPLACED else Miss.TRUNCATED
 
     def place(self, chunk: ChunkFetch, layer: int) -> Miss | None:
         """Verify what was received, decode it, and fill the entry's checksum table."""
-        entry, prefix = chunk.entry, self._memory[: chunk.shape.prefix_bytes]
-        key, slot = entry.location.key, entry.layout.checksum_slot(layer, 0, 0)
-        if (miss := check_prefix(prefix, key, chunk.shape, layer)) is not None:
-            return miss
+        entry, shape, prefix = chunk.entry, chunk.shape, self._memory[: chunk.shape.prefix_bytes]
         blocks = self._blocks(chunk, layer)
-        checksums = slice_checksums(key, slot, blocks, chunk.shape.block_bytes)
-        if prefix[HEADER_BYTES:] != checksums:
-            return Miss.CORRUPT
-        if chunk.shape.encoding is not Encoding.RAW:
+        miss = check_value(prefix, blocks, chunk.location.key, shape, chunk.write_id, layer)
+        if miss is not None:
+            return miss
+        checksums = bytes(prefix[HEADER_BYTES:])
+        if shape.encoding is not Encoding.RAW:
             _decode(chunk, blocks, entry.layer(layer))
             checksums = entry.found_checksums(layer)
         entry.put_checksums(layer, checksums)

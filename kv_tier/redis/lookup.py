@@ -1,23 +1,31 @@
 """Finds which chunks Redis has whole, within one deadline."""
 
+import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from kv_tier.keys import token_bytes
 from kv_tier.layout import KvLayout
 from kv_tier.redis.config import RedisTierConfig
 from kv_tier.redis.counters import Count, Counters
 from kv_tier.redis.directory import NodeDirectory
-from kv_tier.redis.errors import DeadlineError, RedisCallError, ReplyError, UnavailableError
-from kv_tier.redis.layer_read import MOVED_CODES
+from kv_tier.redis.errors import (
+    DeadlineError,
+    OversizeError,
+    RedisCallError,
+    ReplyError,
+    UnavailableError,
+)
 from kv_tier.redis.link import LinkMeter
 from kv_tier.redis.misses import IS_DAMAGE, Miss
 from kv_tier.redis.node import RedisNode
 from kv_tier.redis.resp import Buffer, Reply, RespConnection, command
-from kv_tier.redis.values import Manifest, chunk_names, manifest_name, parse_manifest
+from kv_tier.redis.values import Manifest, chunk_names, manifest_name, parse_manifest, write_id_in
 from kv_tier.store import ChunkQuery
+
+log = logging.getLogger(__name__)
 
 _MAX_AT_ONCE = 16  # nodes that are asked, over all lookups
 
@@ -36,8 +44,9 @@ class ManifestLookup:
         counters: Counters,
         meter: LinkMeter,
         *,
-        on_damage: Callable[[bytes], None],
+        on_damage: Callable[[bytes, bytes], None],
     ) -> None:
+        """on_damage: called with the key of a chunk, and what stands for its write id"""
         self._config = config
         self._layout = layout
         self._directory = directory
@@ -61,19 +70,26 @@ class ManifestLookup:
                 by_node[self._directory.node_for(name, deadline_s)].append(key)
             except RedisCallError as exc:
                 found[key] = as_miss(exc)
-        for answers in self._ask_all(by_node, deadline_s):
-            found |= answers
+        found |= self._ask_all(by_node, deadline_s)
         return [self._judge(query, found[query.key]) for query in wanted]
 
     def _ask_all(
         self, by_node: dict[RedisNode, list[bytes]], deadline_s: float
-    ) -> Iterator[dict[bytes, Manifest | Miss]]:
+    ) -> dict[bytes, Manifest | Miss]:
         """Every node at the same time: one that does not answer takes no time from the others."""
-        if len(by_node) <= 1:
-            return (self._ask(node, keys, deadline_s) for node, keys in by_node.items())
-        return self._pool.map(
-            lambda asked: self._ask(asked[0], asked[1], deadline_s), by_node.items()
-        )
+        if len(by_node) == 1:
+            ((node, keys),) = by_node.items()
+            return self._ask(node, keys, deadline_s)
+        answers: dict[bytes, Manifest | Miss] = {}
+        asked: list[Future[dict[bytes, Manifest | Miss]]] = []
+        for node, keys in by_node.items():
+            try:
+                asked.append(self._pool.submit(self._ask, node, keys, deadline_s))
+            except RuntimeError:  # closed meanwhile, or no thread to be had
+                answers |= self._ask(node, keys, deadline_s)
+        for future in asked:
+            answers |= future.result()
+        return answers
 
     def _ask(
         self, node: RedisNode, keys: list[bytes], deadline_s: float
@@ -88,43 +104,52 @@ class ManifestLookup:
         def run(connection: RespConnection) -> list[Reply | ReplyError]:
             started_s = time.monotonic()
             connection.send(parts, deadline_s)
-            replies = [_reply_or_error(connection, deadline_s) for _ in range(2 * len(keys))]
+            replies = [_reply_or_error(connection, deadline_s)]
+            # The others' time is that of their number, and no latency.
             self._meter.round_trip((time.monotonic() - started_s) * 1e3)
+            replies += [_reply_or_error(connection, deadline_s) for _ in range(2 * len(keys) - 1)]
             return replies
 
         try:
             replies = node.call(run, deadline_s)
+            if any(isinstance(reply, ReplyError) and reply.is_redirect for reply in replies):
+                self._directory.redirected(node)
+            answers = zip(keys, replies[::2], replies[1::2], strict=True)
+            return {key: self._read(key, value, num_there) for key, value, num_there in answers}
         except RedisCallError as exc:
             return dict.fromkeys(keys, as_miss(exc))
-        if any(isinstance(reply, ReplyError) and reply.code in MOVED_CODES for reply in replies):
-            self._directory.redirected(node)
-        return {
-            key: self._read(manifest, num_there)
-            for key, manifest, num_there in zip(keys, replies[::2], replies[1::2], strict=True)
-        }
+        except Exception:
+            log.exception("a lookup failed")
+            return dict.fromkeys(keys, Miss.CONNECTION)
 
-    def _read(self, value: Reply | ReplyError, num_there: Reply | ReplyError) -> Manifest | Miss:
+    def _read(
+        self, key: bytes, value: Reply | ReplyError, num_there: Reply | ReplyError
+    ) -> Manifest | Miss:
+        if isinstance(value, OversizeError):
+            return Miss.FOREIGN
         if isinstance(value, ReplyError) or isinstance(num_there, ReplyError):
             return Miss.SERVER
         if value is None:
             return Miss.ABSENT
         if not isinstance(value, bytes):
-            return Miss.FOREIGN
-        manifest = parse_manifest(value)
-        if isinstance(manifest, Miss):
-            return manifest
-        return manifest if num_there == 1 + self._layout.num_layers else Miss.INCOMPLETE
+            return Miss.SERVER
+        found = parse_manifest(value)
+        if isinstance(found, Manifest):
+            if found.key != key:
+                found = Miss.CORRUPT
+            elif found.shape.layout != self._layout:
+                found = Miss.FOREIGN
+            elif num_there != 1 + self._layout.num_layers:
+                found = Miss.INCOMPLETE
+        if isinstance(found, Miss) and found in IS_DAMAGE:
+            self._on_damage(key, write_id_in(value))
+        return found
 
     def _judge(self, query: ChunkQuery, found: Manifest | Miss) -> Manifest | None:
-        if isinstance(found, Manifest):
-            if found.key != query.key or found.shape.layout != self._layout:
-                found = Miss.FOREIGN
-            elif found.token_bytes != token_bytes(query.token_ids):
-                found = Miss.COLLISION
+        if isinstance(found, Manifest) and found.token_bytes != token_bytes(query.token_ids):
+            found = Miss.COLLISION
         if isinstance(found, Miss):
             self._counters.miss(found)
-            if found in IS_DAMAGE:
-                self._on_damage(query.key)
             return None
         self._counters.add(Count.LOOKUP_HITS)
         return found

@@ -9,10 +9,11 @@ class Miss(StrEnum):
     ABSENT = "absent"  # no manifest
     COLLISION = "collision"  # the manifest is of other tokens
     INCOMPLETE = "incomplete"  # some layers are gone
-    FOREIGN = "foreign"  # another version, model shape, dtype, encoding, chunk or layer
+    FOREIGN = "foreign"  # an intact manifest of another version, model shape, dtype or encoding
     MISSING = "missing"  # a layer went between lookup and read
+    REPLACED = "replaced"  # an intact layer of another write than the manifest
     TRUNCATED = "truncated"  # a value has not the length of its shape
-    CORRUPT = "corrupt"  # a checksum does not match
+    CORRUPT = "corrupt"  # a checksum does not match, or the value is of another place
     DEADLINE = "deadline"  # the answer came late or not at all
     CONNECTION = "connection"  # refused, reset, not authenticated, or not Redis
     SERVER = "server"  # Redis answered with an error
@@ -20,5 +21,6 @@ class Miss(StrEnum):
     CANCELLED = "cancelled"  # the reader did not want it any more
 
 
-# What says that the stored chunk itself is bad, so that it is removed.
-IS_DAMAGE = frozenset({Miss.INCOMPLETE, Miss.FOREIGN, Miss.MISSING, Miss.TRUNCATED, Miss.CORRUPT})
+# What says that the stored chunk itself is bad. It is removed, unless it was written again: with
+# REPLACED, a manifest that is still there is of a chunk that two writers made.
+IS_DAMAGE = frozenset({Miss.INCOMPLETE, Miss.MISSING, Miss.REPLACED, Miss.TRUNCATED, Miss.CORRUPT})

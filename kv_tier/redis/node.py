@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_IDLE_S = 30.0  # an older connection may have been dropped by what lies between
+_HANGS_AFTER = 3  # connect deadlines: an opening that takes longer is not counted on
 
 
 class RedisNode:
@@ -42,8 +44,10 @@ class RedisNode:
         self._probe_interval_s = probe_interval_ms / 1e3
         self._connect_deadline_s = connect_deadline_ms / 1e3
         self._changed = threading.Condition()
-        self._idle: list[tuple[float, RespConnection]] = []  # since when, and the connection
-        self._num_waiting = self._num_opening = 0
+        self._idle: deque[tuple[float, RespConnection]] = deque()  # since when, and what; old first
+        self._generation = 0  # of connections: those of an earlier one are not lent again
+        self._num_waiting = 0
+        self._opening: dict[threading.Thread, float] = {}  # since when
         self._refusal: tuple[int, RedisCallError] | None = None  # the last, and its number
         self._num_refusals = 0
         self._closed = threading.Event()
@@ -52,7 +56,8 @@ class RedisNode:
         """A connection for one caller, to be given back. Raises LinkError or DeadlineError.
 
         Give it back when all its answers were read, else close it. Report how its calls end, with
-        `succeeded` and `failed`; a connection that is refused or late is reported here.
+        `succeeded` and `failed`; a connection that is refused is reported here. One that takes
+        longer than the caller can wait is no failure, and is there for the next.
         """
         with self._changed:
             num_refusals = self._num_refusals
@@ -65,22 +70,25 @@ class RedisNode:
                         raise UnavailableError(f"{self.name} is not asked now")
                     if (connection := self._take_idle()) is not None:
                         return connection
-                    if self._num_opening < self._num_waiting:
-                        self._num_opening += 1
-                        self._start(self._open_one, "open")
                     left_s = deadline_s - time.monotonic()
                     if left_s <= 0:
                         break
-                    self._changed.wait(left_s)
+                    if self._num_opening_since(_HANGS_AFTER) < self._num_waiting:
+                        self._start_opening()
+                    self._changed.wait(min(left_s, _HANGS_AFTER * self._connect_deadline_s))
+                hangs = self._num_opening_since(1) < len(self._opening)
             finally:
                 self._num_waiting -= 1
-        self.failed()
+        if hangs:
+            self.failed()  # who opens reports a refusal, but nobody a name server that is silent
         raise DeadlineError(f"no connection to {self.name} in time")
 
     def give_back(self, connection: RespConnection) -> None:
         """A connection whose answers were all read."""
         with self._changed:
-            if not self._closed.is_set() and not self.breaker.is_open:
+            is_good = connection.generation == self._generation
+            if is_good and not self._closed.is_set() and not self.breaker.is_open:
+                self._close_old()
                 self._idle.append((time.monotonic(), connection))
                 self._changed.notify()
                 return
@@ -96,6 +104,7 @@ class RedisNode:
             raise DeadlineError("no time left")  # not this node's failure
         for is_last in (False, True):
             connection = self.acquire(deadline_s)
+            num_before = connection.num_received
             try:
                 found = run(connection)
             except LinkError:
@@ -106,7 +115,8 @@ class RedisNode:
                     raise
             except DeadlineError:
                 connection.close()
-                self.failed()
+                if connection.num_received == num_before:  # else it answers: there is much to say
+                    self.failed()
                 raise
             except BaseException:
                 connection.close()  # it may stand between two answers
@@ -127,13 +137,19 @@ class RedisNode:
         self.forget_idle()
         with self._changed:
             self._changed.notify_all()
-            if not self._closed.is_set():
+            if self._closed.is_set():
+                return
+            try:
                 self._start(self._probe_until_it_answers, "probe")
+            except LinkError as exc:
+                log.error("nobody can probe Redis, so it is asked on: %s", exc)
+                self.breaker.probed()
 
     def forget_idle(self) -> None:
-        """Close what is not lent: for a node that is now another Redis."""
+        """Close what is not lent, and what is lent when it comes back: it may be another Redis."""
         with self._changed:
-            idle, self._idle = self._idle, []
+            self._generation += 1
+            idle, self._idle = self._idle, deque()
         for _, connection in idle:
             connection.close()
 
@@ -145,48 +161,73 @@ class RedisNode:
             self._changed.notify_all()
 
     def _take_idle(self) -> RespConnection | None:
-        while self._idle:
-            since_s, connection = self._idle.pop()
-            if time.monotonic() - since_s < _MAX_IDLE_S:
-                return connection
-            connection.close()
-        return None
+        self._close_old()
+        return self._idle.pop()[1] if self._idle else None
 
-    def _start(self, run: Callable[[], None], purpose: str) -> None:
-        threading.Thread(target=run, name=f"redis-{purpose}-{self.name}", daemon=True).start()
+    def _close_old(self) -> None:
+        while self._idle and time.monotonic() - self._idle[0][0] >= _MAX_IDLE_S:
+            self._idle.popleft()[1].close()
+
+    def _num_opening_since(self, num_deadlines: int) -> int:
+        """Openings that are not older than so many connect deadlines."""
+        since_s = time.monotonic() - num_deadlines * self._connect_deadline_s
+        return sum(started_s >= since_s for started_s in self._opening.values())
+
+    def _start_opening(self) -> None:
+        """The caller holds the lock, which the new thread needs to end."""
+        self._opening[self._start(self._open_one, "open")] = time.monotonic()
+
+    def _start(self, run: Callable[[], None], purpose: str) -> threading.Thread:
+        thread = threading.Thread(target=run, name=f"redis-{purpose}-{self.name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as exc:
+            raise LinkError(f"no thread for {self.name}: {exc}") from exc
+        return thread
+
+    def _open(self) -> RespConnection:
+        generation = self._generation
+        connection = self._open_connection()
+        connection.generation = generation
+        return connection
 
     def _open_one(self) -> None:
         connection: RespConnection | None = None
         refusal: RedisCallError | None = None
         try:
-            connection = self._open_connection()
+            connection = self._open()
         except RedisCallError as exc:
             refusal = exc
         except Exception as exc:  # a waiting caller must hear of it, whatever it is
-            log.exception("connecting to Redis failed")
             refusal = LinkError(f"can not connect to {self.name}: {exc!r}")
+            log.error("%s", refusal)  # no traceback: it may show the password
         with self._changed:
-            self._num_opening -= 1
-            if refusal is not None:
+            del self._opening[threading.current_thread()]
+            if connection is not None:
+                self.give_back(connection)
+            elif refusal is not None:
                 self._num_refusals += 1
                 self._refusal = (self._num_refusals, refusal)
                 self.failed()
-                self._changed.notify_all()
-        if connection is not None:
-            self.give_back(connection)
+            self._changed.notify_all()
 
     def _probe_until_it_answers(self) -> None:
         while not self._closed.wait(self._probe_interval_s):
             try:
                 self._refresh()
-                with self._open_connection() as connection:
-                    deadline_s = time.monotonic() + self._connect_deadline_s
-                    connection.send(command(b"PING"), deadline_s)
-                    connection.read_reply(deadline_s)
+                connection = self._open()
             except RedisCallError:
                 continue
-            except Exception:
-                log.exception("probing Redis failed")
+            except Exception as exc:
+                log.error("probing Redis failed: %r", exc)
+                continue
+            try:
+                deadline_s = time.monotonic() + self._connect_deadline_s
+                connection.send(command(b"PING"), deadline_s)
+                connection.read_reply(deadline_s)
+            except RedisCallError:
+                connection.close()
                 continue
             self.breaker.probed()
+            self.give_back(connection)
             return

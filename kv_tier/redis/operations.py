@@ -1,7 +1,8 @@
-"""What an operator does with the chunks in Redis. Only keys below our prefix are seen or touched.
+"""What an operator does with the chunks in Redis. Only keys with names of ours are touched.
 
 All of these read with SCAN, a few keys at a time, over every primary of a cluster. They take
-redis-py's client (`RedisTier.client()`), and raise its errors; they are no part of serving.
+redis-py's client (`RedisTier.client()`), and raise its errors, and ValueError for a prefix that can
+not be; they are no part of serving.
 """
 
 from collections import defaultdict
@@ -12,15 +13,14 @@ from typing import Any
 
 from redis.cluster import RedisCluster
 
-from kv_tier.layout import HEADER_BYTES, slice_checksums
+from kv_tier.redis.config import check_key_prefix
 from kv_tier.redis.misses import Miss
 from kv_tier.redis.topology import Client
 from kv_tier.redis.values import (
-    MANIFEST_PATTERN,
     Manifest,
-    StoredShape,
-    check_prefix,
+    check_value,
     chunk_names,
+    is_our_name,
     layer_name,
     manifest_name,
     parse_manifest,
@@ -51,7 +51,7 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStats:
-    """What is below our prefix."""
+    """What is ours below the prefix."""
 
     num_keys: int  # also those of other versions
     num_chunks: int  # with a manifest
@@ -85,7 +85,7 @@ def ls(client: Client, prefix: str) -> Iterator[StoredChunk]:
 def stats(client: Client, prefix: str) -> PrefixStats:
     """Counts and bytes. Asks for every key's size, so it takes time on a large Redis."""
     num_keys = nbytes = 0
-    for names in _batches(_names(client, prefix)):
+    for names in _batches(set(_names(client, prefix))):
         num_keys += len(names)
         nbytes += sum(size or 0 for size in _each(client, "MEMORY USAGE", names))
     chunks = list(ls(client, prefix))
@@ -99,12 +99,14 @@ def stats(client: Client, prefix: str) -> PrefixStats:
 
 def rm(client: Client, prefix: str, *, content_id: str) -> int:
     """Remove every chunk of a public id, of whatever model. Returns how many."""
-    keys = {
+    if not content_id:
+        raise ValueError("content_id must not be empty: it would be that of all chunks without one")
+    keys = [
         manifest.key
         for found in _manifests(client, prefix)
         for manifest in found
         if manifest.content_id == content_id
-    }
+    ]
     for key in keys:
         remove_chunk(client, prefix, key)
     return len(keys)
@@ -112,22 +114,12 @@ def rm(client: Client, prefix: str, *, content_id: str) -> int:
 
 def remove_chunk(client: Client, prefix: str, key: bytes) -> int:
     """Remove one chunk's manifest and layers. Returns how many keys there were."""
-    names = [manifest_name(prefix, key)]
-    (value,) = _each(client, "GET", names)
-    manifest = parse_manifest(value) if value else None
-    if isinstance(manifest, Manifest):
-        names = chunk_names(prefix, key, manifest.shape.layout.num_layers)
-    else:
-        names = [
-            manifest_name(prefix, found) if layer is None else layer_name(prefix, found, layer)
-            for found, layer in _our_names(client, prefix)
-            if found == key
-        ]
-    return int(_run(client, "UNLINK", *names)) if names else 0
+    names = set(_names(client, prefix, hex_key=key.hex()))
+    return sum(_each(client, "UNLINK", list(names)))
 
 
 def clear(client: Client, prefix: str) -> int:
-    """Remove all keys below the prefix, those of other versions too. Returns how many."""
+    """Remove all keys of ours below the prefix, other versions' too. Returns how many."""
     num_removed = 0
     for names in _batches(_names(client, prefix)):
         num_removed += sum(_each(client, "UNLINK", names))
@@ -141,7 +133,7 @@ def verify(
     repair: bool = False,
     on_chunk: Callable[[int, int], None] | None = None,
 ) -> list[Problem]:
-    """Read and check every value. With repair, remove the chunks that have a problem.
+    """Read and check every value. With repair, remove what has a problem and is not FOREIGN.
 
     on_chunk: told before each chunk how many were checked, of how many, and once at the end; what
     it raises ends the work
@@ -156,7 +148,7 @@ def verify(
         problem = _chunk_problem(client, prefix, key, there)
         if problem is not None:
             problems.append(problem)
-            if repair:
+            if repair and problem.reason is not Miss.FOREIGN:
                 names = [
                     manifest_name(prefix, key) if layer is None else layer_name(prefix, key, layer)
                     for layer in there
@@ -164,19 +156,6 @@ def verify(
                 _run(client, "UNLINK", *names)
     on_chunk(len(layers_of), len(layers_of))
     return problems
-
-
-def value_problem(value: bytes, key: bytes, shape: StoredShape, layer: int) -> Miss | None:
-    """What is wrong with a layer's value, all heads checked."""
-    content = memoryview(value)
-    if len(content) != shape.value_bytes:
-        return Miss.TRUNCATED
-    prefix, blocks = content[: shape.prefix_bytes], content[shape.prefix_bytes :]
-    if (miss := check_prefix(prefix, key, shape, layer)) is not None:
-        return miss
-    slot = shape.layout.checksum_slot(layer, 0, 0)
-    found = slice_checksums(key, slot, blocks, shape.block_bytes)
-    return None if found == prefix[HEADER_BYTES:] else Miss.CORRUPT
 
 
 def _chunk_problem(
@@ -190,28 +169,43 @@ def _chunk_problem(
     if isinstance(manifest, Miss):
         return Problem(key=key, reason=manifest, layer=None)
     if manifest.key != key:
-        return Problem(key=key, reason=Miss.FOREIGN, layer=None)
+        return Problem(key=key, reason=Miss.CORRUPT, layer=None)
     for layer in range(manifest.shape.layout.num_layers):
         value = _run(client, "GET", layer_name(prefix, key, layer))
         reason = Miss.MISSING if value is None else None
-        reason = reason or value_problem(value, key, manifest.shape, layer)
+        reason = reason or _value_problem(memoryview(value), manifest, layer)
         if reason is not None:
             return Problem(key=key, reason=reason, layer=layer)
     return None
 
 
+def _value_problem(value: memoryview, manifest: Manifest, layer: int) -> Miss | None:
+    shape = manifest.shape
+    if len(value) != shape.value_bytes:
+        return Miss.TRUNCATED
+    prefix, blocks = value[: shape.prefix_bytes], value[shape.prefix_bytes :]
+    return check_value(prefix, blocks, manifest.key, shape, manifest.write_id, layer)
+
+
 def _manifests(client: Client, prefix: str) -> Iterator[list[Manifest]]:
-    """Every readable manifest, some at a time; Redis itself leaves out the layers."""
-    for names in _batches(_names(client, prefix, MANIFEST_PATTERN)):
-        keys = [found[0] for name in names if (found := parse_name(prefix, name)) is not None]
+    """Every readable manifest once, some at a time; Redis itself leaves out the layers."""
+    seen: set[bytes] = set()
+    for names in _batches(_names(client, prefix, field="chunk")):
+        parsed = [found[0] for name in names if (found := parse_name(prefix, name)) is not None]
+        keys = list(dict.fromkeys(key for key in parsed if key not in seen))
+        seen.update(keys)
         values = _each(client, "GET", [manifest_name(prefix, key) for key in keys])
         yield [m for v in values if v and not isinstance(m := parse_manifest(v), Miss)]
 
 
-def _names(client: Client, prefix: str, pattern: str = "*") -> Iterator[bytes]:
+def _names(client: Client, prefix: str, *, hex_key: str = "*", field: str = "*") -> Iterator[bytes]:
+    """Names of ours, of all versions; each at least once."""
+    check_key_prefix(prefix)  # it holds no character that has a meaning in a pattern
     options = {"target_nodes": "primaries"} if isinstance(client, RedisCluster) else {}
-    # The prefix holds no character that has a meaning in a pattern.
-    yield from client.scan_iter(match=f"{prefix}:{pattern}", count=_SCAN_COUNT, **options)
+    pattern = f"{prefix}:v*:{{{hex_key}}}:{field}"
+    for name in client.scan_iter(match=pattern, count=_SCAN_COUNT, **options):
+        if is_our_name(prefix, name):
+            yield name
 
 
 def _our_names(client: Client, prefix: str) -> Iterator[tuple[bytes, int | None]]:

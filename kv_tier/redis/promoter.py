@@ -4,12 +4,13 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from kv_tier.arena_view import ArenaView
 from kv_tier.arrival import Arrival
 from kv_tier.errors import KvTierError
 from kv_tier.keys import token_bytes
-from kv_tier.redis.fetch import ChunkFetch, FetchRequest
+from kv_tier.redis.fetch import ChunkFetch, FetchRequest, deadline_from_now_s
 from kv_tier.redis.remote import RemoteTier
 from kv_tier.redis.values import Manifest
 from kv_tier.store import ChunkLocation, ChunkQuery, ChunkStore, Lease, Reservation
@@ -58,7 +59,8 @@ class Promoter:
     """Looks up in the second level what the arena lacks, and fetches it there. Thread-safe.
 
     The arena's reservation lets one process of the node fetch a chunk; the others read along while
-    it arrives. One that has come whole becomes resident.
+    it arrives. One that has come whole becomes resident. Close it after `remote`, when all fetches
+    have ended, and before `host`.
     """
 
     def __init__(self, host: ChunkStore, remote: RemoteTier, view: ArenaView) -> None:
@@ -69,6 +71,12 @@ class Promoter:
         self._starting = threading.Lock()  # from "nobody fetches it" to "it is being fetched"
         self._lock = threading.Lock()
         self._transfers: dict[bytes, _Transfer] = {}
+        # The index may be locked for seconds, and who reads layers must not wait for it.
+        self._settling = ThreadPoolExecutor(1, thread_name_prefix="promoter")
+
+    def close(self) -> None:
+        """Returns when what was fetched is kept or given up. May be called twice."""
+        self._settling.shutdown()
 
     def promote(
         self, wanted: Sequence[ChunkQuery], layers: Sequence[int], *, deadline_ms: float
@@ -79,8 +87,11 @@ class Promoter:
         Raises KvTierError if the arena's index can not be used.
 
         layers: all layers, in the order they are needed
-        deadline_ms: of the fetch, from now
+        deadline_ms: of lookup and fetch together, from now
         """
+        if sorted(layers) != list(range(self._view.layout.num_layers)):
+            raise ValueError(f"layers must be all of the entry's, once each, got {layers}")
+        deadline_s = deadline_from_now_s(deadline_ms)
         asked: dict[bytes, ChunkQuery] = {}
         for query in wanted:
             asked.setdefault(query.key, query)
@@ -91,7 +102,7 @@ class Promoter:
             stored = [(query, manifest) for query, manifest in manifests if manifest is not None]
             if stored:
                 with self._starting:
-                    self._start(stored, layers, deadline_ms, found)
+                    self._start(stored, layers, deadline_s, found)
         except Exception:
             for hold in found.values():
                 hold.release(is_wanted=False)
@@ -119,59 +130,70 @@ class Promoter:
         self,
         stored: Sequence[tuple[ChunkQuery, Manifest]],
         layers: Sequence[int],
-        deadline_ms: float,
+        deadline_s: float,
         found: dict[bytes, ArrivingChunk],
     ) -> None:
         """Fetch what nobody fetches yet; `found` gets a hold on each chunk that will come."""
         found |= self._join([query for query, _ in stored])  # another thread was faster
         started: dict[bytes, _Transfer] = {}
         requests: list[FetchRequest] = []
-        for query, manifest in stored:
-            if query.key in found:
-                continue
-            reservation = self._reserve(query, manifest)
-            transfer = self._transfer(query, reservation)
-            if transfer is None:
-                continue
-            with self._lock:
-                self._transfers[query.key] = transfer
-                found[query.key] = self._new_reader(transfer)
-            if reservation is not None:
-                started[query.key] = transfer
-                encoding = manifest.shape.encoding
-                requests.append(FetchRequest(location=reservation.location, encoding=encoding))
-        if not requests:
-            return
         try:
+            for query, manifest in stored:
+                if query.key in found:
+                    continue
+                transfer = self._transfer(query, manifest)
+                if transfer is None:
+                    continue
+                if transfer.reservation is not None:
+                    started[query.key] = transfer
+                    requests.append(
+                        FetchRequest(
+                            location=transfer.lease.location,
+                            encoding=manifest.shape.encoding,
+                            write_id=manifest.write_id,
+                        )
+                    )
+                with self._lock:
+                    self._transfers[query.key] = transfer
+                    found[query.key] = self._new_reader(transfer)
+            if not requests:
+                return
             fetch = self._remote.fetch(
                 requests,
                 layers,
-                deadline_ms=deadline_ms,
-                on_quiet=lambda chunk: self._fetched(started[chunk.location.key], chunk),
+                deadline_ms=(deadline_s - time.monotonic()) * 1e3,
+                on_quiet=lambda chunk: self._quiet(started[chunk.location.key], chunk),
             )
         except Exception:
             for transfer in started.values():
-                self._fetched(transfer, None)
+                self._settle(transfer, None)
             raise
         for chunk in fetch.chunks:
             started[chunk.location.key].chunk = chunk
 
-    def _reserve(self, query: ChunkQuery, manifest: Manifest) -> Reservation | None:
-        return self._host.reserve(
+    def _transfer(self, query: ChunkQuery, manifest: Manifest) -> _Transfer | None:
+        """One that we reserve, or one to read along with. None if there is no room for it."""
+        reservation = self._host.reserve(
             query.key,
             query.token_ids,
             recompute_ms=manifest.recompute_ms,
             content_id=manifest.content_id,
         )
+        if reservation is None:
+            return self._transfer_of_others(query)
+        lease: Lease | None = None
+        try:
+            (lease,) = self._host.lease_unfinished([query])
+        finally:
+            if lease is None:  # discarded by somebody, or the index can not be used
+                self._host.abort(reservation)
+        return None if lease is None else _Transfer(query, lease, reservation)
 
-    def _transfer(self, query: ChunkQuery, reservation: Reservation | None) -> _Transfer | None:
-        """One that we reserved, or one to read along with. None if there is no room for it."""
+    def _transfer_of_others(self, query: ChunkQuery) -> _Transfer | None:
         for attempt in range(_MARK_TRIES):
             (lease,) = self._host.lease_unfinished([query])
             if lease is None:
                 return None
-            if reservation is not None:
-                return _Transfer(query, lease, reservation)
             if self._is_coming(lease.location):
                 return _Transfer(query, lease, None)
             self._host.release([lease])
@@ -187,15 +209,21 @@ class Promoter:
             return self._host.contains([location.key]) == [True]
         return arrival is Arrival.ARRIVING
 
-    def _fetched(self, transfer: _Transfer, chunk: ChunkFetch | None) -> None:
+    def _quiet(self, transfer: _Transfer, chunk: ChunkFetch) -> None:
         """Nothing writes to its entry any more."""
+        try:
+            self._settling.submit(self._settle, transfer, chunk)
+        except RuntimeError:  # closed, or no thread to be had
+            self._settle(transfer, chunk)
+
+    def _settle(self, transfer: _Transfer, chunk: ChunkFetch | None) -> None:
         assert transfer.reservation is not None
         try:
             if chunk is not None and chunk.is_complete:
                 self._host.commit(transfer.reservation)
             else:
                 self._host.abort(transfer.reservation)
-        except KvTierError:
+        except Exception:
             log.exception("a fetched chunk could not be kept or given up")
         with self._lock:
             transfer.is_fetched = True

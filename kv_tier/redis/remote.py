@@ -1,5 +1,6 @@
 """The contract of a second level behind the host tier, shared by nodes."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,10 @@ class ChunkWrite:
     recompute_ms: float = 0.0
     content_id: str = ""
     release: Callable[[], None]  # called once, from any thread: its bytes are not needed any more
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.recompute_ms < math.inf:
+            raise ValueError(f"recompute_ms must be finite and >= 0, got {self}")
 
 
 class RemoteTier(Protocol):
@@ -50,9 +55,10 @@ class RemoteTier(Protocol):
         requests: equal ones are read once
         layers: distinct, in the order they are needed; the first of every chunk comes before the
         second of any. All of them, if the entries are to be committed.
-        deadline_ms: from now; a chunk that is not complete then is a miss
-        on_layer, on_quiet: called in a reader's thread, for every layer that is ready, and once for
-        every chunk when nothing writes to its entry any more
+        deadline_ms: from now, finite; a chunk that is not complete then is a miss
+        on_layer: called in a reader's thread, for every layer that is ready
+        on_quiet: called once for every chunk when nothing writes to its entry any more: in a
+        reader's thread, or in one that waits or cancels, or in this call itself
         """
         ...
 

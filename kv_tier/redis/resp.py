@@ -5,24 +5,29 @@ redis-py has no answers that are received into memory of ours, and no one deadli
 however its bytes trickle in.
 """
 
+import math
 import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from kv_tier.redis.errors import DeadlineError, LinkError, ReplyError
+from kv_tier.redis.errors import DeadlineError, LinkError, OversizeError, ReplyError
 
-Reply = int | bytes | list["Reply"] | None
+Reply = int | bytes | None
 Buffer = bytes | bytearray | memoryview
 
 _TIMEVAL = struct.Struct("ll")
 _PEEK_BYTES = 1 << 14
 _ENDING_BYTES = 128  # so few that no layer's payload is among them
-_MAX_REPLY = 1 << 24  # bytes or elements of an answer that goes to memory of its own
+_MAX_REPLY = 1 << 24  # bytes of an answer that goes to memory of its own
+_MAX_WAIT_S = 60.0  # in one system call, which is then repeated
+# EAGAIN is the kernel's own timeout on a blocking socket, TimeoutError is Python's. Which time is
+# over, the deadline or the alarm, is found when the call is repeated.
+_TIME_IS_OVER = (BlockingIOError, TimeoutError)
 
 
 def command(*words: Buffer) -> list[Buffer]:
@@ -57,6 +62,9 @@ class RespConnection:
         self._recv_flags = socket.MSG_WAITALL if self._is_plain else 0
         self._peek = memoryview(bytearray(_PEEK_BYTES))
         self._start = self._end = 0  # what was received and not yet read, in _peek
+        self._alarm_at_s, self._ring = math.inf, _nothing
+        self.generation = 0  # of its node's connections
+        self.num_received = 0  # bytes, since it is ours
 
     def __enter__(self) -> Self:
         return self
@@ -75,19 +83,31 @@ class RespConnection:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
+    def set_alarm(self, at_s: float, ring: Callable[[], None]) -> None:
+        """Call `ring`, once, in the thread that waits for bytes at that time, and wait on."""
+        self._alarm_at_s, self._ring = at_s, ring
+
+    def clear_alarm(self) -> None:
+        self.set_alarm(math.inf, _nothing)
+
     def send(self, parts: Sequence[Buffer], deadline_s: float) -> None:
         """Send requests, made by `command`. Returns when the kernel has them all."""
-        try:
-            for part in _joined(parts):
-                left = memoryview(part)
-                while left:
+        for part in _joined(parts):
+            left = memoryview(part)
+            while left:
+                try:
                     self._arm(deadline_s, socket.SO_SNDTIMEO)
                     left = left[self._sock.send(left) :]
-        except OSError as exc:
-            raise _as_call_error(exc) from exc
+                except _TIME_IS_OVER:
+                    continue
+                except OSError as exc:
+                    raise LinkError(f"connection lost: {exc}") from exc
 
     def read_reply(self, deadline_s: float) -> Reply:
-        """The next answer, of any kind but RESP3's; simple strings as bytes."""
+        """The next answer, of any kind but arrays and RESP3's; simple strings as bytes.
+
+        Raises OversizeError for a value that is none of ours.
+        """
         kind, text = self._read_head(deadline_s, _PEEK_BYTES)
         if kind == b"-":
             raise ReplyError(text.decode(errors="replace"))
@@ -99,9 +119,9 @@ class RespConnection:
         if size < 0:
             return None
         if size > _MAX_REPLY:
-            raise LinkError(f"an answer of {size} bytes or elements, where a small one was due")
-        if kind == b"*":
-            return [self.read_reply(deadline_s) for _ in range(size)]
+            self.skip(size, deadline_s)
+            self.end_value(deadline_s)
+            raise OversizeError(f"a value of {size} bytes, where a small one was due")
         content = bytearray(size)
         self.read_into(memoryview(content), deadline_s)
         self.end_value(deadline_s)
@@ -155,7 +175,7 @@ class RespConnection:
             line, found, _ = kept.partition(b"\r\n")
             if found:
                 self._start += len(line) + 2
-                if line[:1] not in (b"+", b"-", b":", b"$", b"*"):
+                if line[:1] not in (b"+", b"-", b":", b"$"):
                     raise LinkError(f"not an answer of Redis: {line[:40]!r}")
                 return line[:1], line[1:]
             if len(kept) >= _PEEK_BYTES // 2:
@@ -174,20 +194,29 @@ class RespConnection:
         self._end += self._recv(target, deadline_s, 0)
 
     def _recv(self, target: memoryview, deadline_s: float, flags: int) -> int:
-        try:
-            self._arm(deadline_s, socket.SO_RCVTIMEO)
-            received = self._sock.recv_into(target, 0, flags)
-        except OSError as exc:
-            raise _as_call_error(exc) from exc
-        if received == 0:
-            raise LinkError("Redis closed the connection")
-        return received
+        while True:
+            try:
+                self._arm(deadline_s, socket.SO_RCVTIMEO)
+                received = self._sock.recv_into(target, 0, flags)
+            except _TIME_IS_OVER:
+                continue
+            except OSError as exc:
+                raise LinkError(f"connection lost: {exc}") from exc
+            if received == 0:
+                raise LinkError("Redis closed the connection")
+            self.num_received += received
+            return received
 
     def _arm(self, deadline_s: float, option: int) -> None:
-        """Let the next system call end at the deadline."""
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
+        """Let the next system call end at the deadline, or at the alarm before it."""
+        now_s = time.monotonic()
+        if now_s >= self._alarm_at_s:
+            ring = self._ring
+            self.clear_alarm()
+            ring()
+        if now_s >= deadline_s:
             raise DeadlineError("no time left")
+        left_s = min(min(deadline_s, self._alarm_at_s) - now_s, _MAX_WAIT_S)
         if self._is_plain:
             timeval = _TIMEVAL.pack(*divmod(int(left_s * 1e6) + 1, 1_000_000))  # 0 is for ever
             self._sock.setsockopt(socket.SOL_SOCKET, option, timeval)
@@ -208,15 +237,12 @@ def _joined(parts: Sequence[Buffer]) -> list[Buffer]:
     return [*joined, b"".join(small)] if small else joined
 
 
+def _nothing() -> None:
+    pass
+
+
 def _number(text: bytes) -> int:
     try:
         return int(text)
     except ValueError as exc:
         raise LinkError(f"not a number: {text[:40]!r}") from exc
-
-
-def _as_call_error(error: OSError) -> LinkError | DeadlineError:
-    # EAGAIN is the kernel's own timeout on a blocking socket, TimeoutError is Python's.
-    if isinstance(error, BlockingIOError | TimeoutError):
-        return DeadlineError("no answer in time")
-    return LinkError(f"connection lost: {error}")

@@ -1,5 +1,6 @@
 """The Redis tier: chunks in Redis, read layer by layer into the arena, written behind from it."""
 
+import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from kv_tier.redis.fetch import (
     ChunkFetch,
     Fetch,
     FetchRequest,
-    check_layers,
+    check_fetch,
     deadline_from_now_s,
 )
 from kv_tier.redis.link import EmulatedLink, LinkMeter, LinkSpeed
@@ -26,8 +27,8 @@ from kv_tier.redis.misses import IS_DAMAGE
 from kv_tier.redis.node import RedisNode
 from kv_tier.redis.reader import NodeReader, Piece
 from kv_tier.redis.remote import ChunkWrite
-from kv_tier.redis.topology import Client
-from kv_tier.redis.values import Manifest, layer_name, manifest_name
+from kv_tier.redis.topology import Client, RedisTopology
+from kv_tier.redis.values import WRITE_ID_BYTES, Manifest, layer_name, manifest_name
 from kv_tier.redis.writer import WriteBehind
 from kv_tier.store import ChunkQuery
 
@@ -38,7 +39,14 @@ class RedisTier:
     Threads and connections come when they are needed. Redis may be absent at any time.
     """
 
-    def __init__(self, config: RedisTierConfig, layout: KvLayout, arena: memoryview) -> None:
+    def __init__(
+        self,
+        config: RedisTierConfig,
+        layout: KvLayout,
+        arena: memoryview,
+        *,
+        new_write_id: Callable[[], bytes] = lambda: secrets.token_bytes(WRITE_ID_BYTES),
+    ) -> None:
         """arena: [arena_bytes], the writable mapping, `memoryview(view.mapping.numpy())`.
 
         A process that only looks chunks up passes an empty one.
@@ -51,10 +59,8 @@ class RedisTier:
         self._counters = Counters()
         self._meter = LinkMeter()
         self._link = None if config.limit is None else EmulatedLink(config.limit)
-        self._directory = NodeDirectory(config)
-        self._lookup = ManifestLookup(
-            config, layout, self._directory, self._counters, self._meter, on_damage=self.remove
-        )
+        topology = RedisTopology(config)
+        self._directory = NodeDirectory(config, topology, on_gone=self._node_gone)
         self._writer = WriteBehind(
             config,
             layout,
@@ -62,6 +68,15 @@ class RedisTier:
             self._directory,
             self._counters,
             reads_are_under_way=lambda: self._meter.is_busy,
+            new_write_id=new_write_id,
+        )
+        self._lookup = ManifestLookup(
+            config,
+            layout,
+            self._directory,
+            self._counters,
+            self._meter,
+            on_damage=self._writer.remove_damaged,
         )
         self._lock = threading.Lock()
         self._readers: dict[RedisNode, NodeReader] = {}
@@ -90,8 +105,8 @@ class RedisTier:
         on_layer: Callable[[ChunkFetch, int], None] | None = None,
         on_quiet: Callable[[ChunkFetch], None] | None = None,
     ) -> Fetch:
-        """In a cluster whose slots are not known yet, this waits for them as a lookup does."""
-        check_layers(layers, self.layout)
+        """In a cluster that nobody has asked for its slots yet, this waits as a lookup does."""
+        check_fetch(layers, self.layout, deadline_ms)
         deadline_s = deadline_from_now_s(deadline_ms)
 
         def ended(chunk: ChunkFetch) -> None:
@@ -149,14 +164,19 @@ class RedisTier:
         return self._directory.client()
 
     def close(self) -> None:
-        """Drop the backlog, end every fetch with a miss. Returns when all is quiet."""
+        """Drop the backlog, end every fetch with a miss. Returns when all is quiet.
+
+        In a callback it returns before, as it can not wait for the callback's own thread.
+        """
         self._writer.close()
         with self._lock:
             self._closed = True
             readers = list(self._readers.values())
         for reader in readers:
             reader.close()
-        self._directory.close()
+        self._directory.close()  # so that none of them waits for a connection
+        for reader in readers:
+            reader.join()
         self._lookup.close()
 
     def _route(
@@ -172,10 +192,10 @@ class RedisTier:
             except RedisCallError as exc:
                 chunk.fail(as_miss(exc))
         pieces: dict[NodeReader, list[Piece]] = defaultdict(list)
-        for layer in layers:
+        for turn, layer in enumerate(layers):
             for chunk, reader in reader_of.items():
                 name = layer_name(self.config.key_prefix, chunk.location.key, layer)
-                pieces[reader].append(Piece(chunk, layer, name))
+                pieces[reader].append(Piece(chunk, layer, name, turn))
         return pieces
 
     def _reader(self, node: RedisNode) -> NodeReader:
@@ -195,10 +215,16 @@ class RedisTier:
                 )
             return self._readers[node]
 
+    def _node_gone(self, node: RedisNode) -> None:
+        with self._lock:
+            reader = self._readers.get(node)  # it stays: `close` waits for what it has in flight
+        if reader is not None:
+            reader.close()
+
     def _count(self, chunk: ChunkFetch) -> None:
         if chunk.miss is None:
             self._counters.add(Count.CHUNKS_READ)
             return
         self._counters.miss(chunk.miss)
         if chunk.miss in IS_DAMAGE:
-            self.remove(chunk.location.key)
+            self._writer.remove_damaged(chunk.location.key, chunk.write_id)

@@ -17,7 +17,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from kv_tier.redis.config import RedisTierConfig
-from kv_tier.redis.errors import DeadlineError, LinkError
+from kv_tier.redis.errors import DeadlineError, LinkError, UnavailableError
 from kv_tier.redis.resp import RespConnection
 
 ONLY_NODE = "redis"  # name of the one node of a standalone or Sentinel Redis
@@ -31,21 +31,26 @@ _LIBRARY_ERRORS = (redis.RedisError, RedisClusterException, OSError)
 class RedisTopology:
     """Names the nodes and opens connections to them. Thread-safe. Constructing it does no I/O.
 
-    Every method but `node_of` may block for several connect deadlines: call them where no request
-    waits.
+    Every method but `node_of` and `nodes` may block for several connect deadlines: call them where
+    no request waits.
     """
 
     def __init__(self, config: RedisTierConfig) -> None:
         self._config = config
         self._lock = threading.Lock()
         self._client: Client | None = None
+        self._closed = False
         self._slots: dict[int, str] = {}
 
     def node_of(self, name: bytes) -> str | None:
-        """The node that has a Redis key, by what is known; None before the first `refresh`."""
+        """The node that has a Redis key, by what is known; None where no node is known to."""
         if self._config.mode != "cluster":
             return ONLY_NODE
         return self._slots.get(key_slot(name))
+
+    def nodes(self) -> set[str]:
+        """Those that have keys, by what is known."""
+        return {ONLY_NODE} if self._config.mode != "cluster" else set(self._slots.values())
 
     def refresh(self) -> None:
         """Learn who has what, of a cluster. Raises LinkError when no start node answers."""
@@ -54,7 +59,8 @@ class RedisTopology:
         client = self.client()
         assert isinstance(client, RedisCluster)
         try:
-            client.nodes_manager.initialize()
+            # redis-py asks the nodes that it knows; all of them may be gone by now.
+            client.nodes_manager.initialize(additional_startup_nodes_info=self._start_nodes())
         except _LIBRARY_ERRORS as exc:
             raise LinkError(f"no node of the cluster answers: {exc}") from exc
         self._read_slots(client)
@@ -74,31 +80,37 @@ class RedisTopology:
             raise LinkError(f"can not connect to {node}: {exc}") from exc
         return RespConnection(sock)
 
-    def open_any(self) -> RespConnection:
-        """Connect to some node of a cluster. Raises LinkError."""
-        names = set(self._slots.values())
-        if not names:
-            raise LinkError("the cluster has no slots")
-        return self.open(min(names))
-
     def client(self) -> Client:
         """redis-py's client, for the operations. Raises LinkError."""
-        with self._lock:
-            if self._client is None:
-                try:
-                    self._client = self._make_client()
-                except _LIBRARY_ERRORS as exc:
-                    raise LinkError(f"can not reach Redis: {exc}") from exc
-            client = self._client
+        client = self._client
+        if client is None:
+            try:
+                client = self._make_client()  # may take long: who closes must not wait for it
+            except _LIBRARY_ERRORS as exc:
+                raise LinkError(f"can not reach Redis: {exc}") from exc
+            client = self._keep(client)
         if isinstance(client, RedisCluster) and not self._slots:
             self._read_slots(client)
         return client
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             client, self._client = self._client, None
         if client is not None:
             client.close()
+
+    def _keep(self, made: Client) -> Client:
+        """The client that is kept: this one, or another thread's that was faster."""
+        with self._lock:
+            if not self._closed and self._client is None:
+                self._client = made
+            kept = self._client
+        if kept is not made:
+            made.close()
+        if kept is None:
+            raise UnavailableError("the Redis tier is closed")
+        return kept
 
     def _pool(self, node: str) -> ConnectionPool:
         client = self.client()
@@ -122,13 +134,12 @@ class RedisTopology:
             return redis.Redis.from_url(config.url, **options)
         url_options = parse_url(config.url)
         is_tls = url_options.pop("connection_class", None) is SSLConnection
-        addresses = [_address(node) for node in config.nodes]
         if config.mode == "cluster":
             options |= url_options | {"ssl": is_tls}
-            options.pop("db", None)
-            start = (options.pop("host", "localhost"), options.pop("port", 6379))
+            for name in ("db", "host", "port"):
+                options.pop(name, None)
             return RedisCluster(
-                startup_nodes=[ClusterNode(*address) for address in [start, *addresses]],
+                startup_nodes=[ClusterNode(*address) for address in self._start_nodes()],
                 require_full_coverage=False,
                 **options,
             )
@@ -136,9 +147,17 @@ class RedisTopology:
         url_options.pop("host", None)
         sentinel_options = options | {"password": config.sentinel_password, "ssl": is_tls}
         sentinel_options |= {k: v for k, v in url_options.items() if k.startswith("ssl_")}
+        addresses = [_address(node) for node in config.nodes]
         sentinels = Sentinel(addresses, sentinel_kwargs=sentinel_options)
-        master: redis.Redis = sentinels.master_for(service, **options, **url_options, ssl=is_tls)
+        options |= url_options | {"ssl": is_tls}
+        master: redis.Redis = sentinels.master_for(service, **options)
         return master
+
+    def _start_nodes(self) -> list[tuple[str, int]]:
+        """Those that are configured, of a cluster."""
+        options = parse_url(self._config.url)
+        start = (options.get("host", "localhost"), options.get("port", 6379))
+        return [start, *map(_address, self._config.nodes)]
 
     def _read_slots(self, client: RedisCluster) -> None:
         slots = client.nodes_manager.slots_cache
@@ -152,4 +171,4 @@ def _host_as_written(url: str) -> str:
 
 def _address(node: str) -> tuple[str, int]:
     host, _, port = node.rpartition(":")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -10,31 +10,38 @@ whether it is whole, and a lost node costs its own chunks instead of a layer of 
                   offset 128          uint64 checksums [2, num_kv_heads] of the blocks that follow
                   prefix_bytes        blocks [2, num_kv_heads, block_bytes], K then V
 
-Any range of heads is contiguous, as in the arena. In `raw` encoding the blocks and their checksums
-are, bit for bit, those of the arena's entry.
+In `raw` encoding the blocks and their checksums are, bit for bit, those of the arena's entry.
+
+Manifest and layers carry the random id of the write that they are of. Two nodes may write one chunk
+at the same time, or one anew what another is reading: layers of different writes are never taken
+for one chunk.
 """
 
+import math
+import re
 import struct
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
 from kv_tier.keys import KEY_BYTES, LAYOUT_VERSION
-from kv_tier.layout import CHECKSUM_BYTES, HEADER_BYTES, KvLayout
+from kv_tier.layout import CHECKSUM_BYTES, HEADER_BYTES, KvLayout, slice_checksums
 from kv_tier.redis.encoding import Encoding, block_bytes
 from kv_tier.redis.misses import Miss
 
 VALUE_VERSION = 1
-MANIFEST_PATTERN = f"v{VALUE_VERSION}:{{*}}:chunk"  # for SCAN, behind the prefix and a colon
+WRITE_ID_BYTES = 8
 
 _LAYER_MAGIC = b"CSMITHLV"
 _MANIFEST_MAGIC = b"CSMITHMF"
 # magic, value version, layout version, key, num_layers, num_kv_heads, head_dim, num_tokens,
-# dtype, encoding
-_COMMON = f"<8sII{KEY_BYTES}sIIII16s8s"
-_LAYER_FIELDS = struct.Struct(_COMMON + "IQ20x")  # layer, bytes of all blocks
-_MANIFEST_FIELDS = struct.Struct(_COMMON + "dI20x")  # recompute_ms, bytes of the content id
+# dtype, encoding, write id
+_COMMON = f"<8sII{KEY_BYTES}sIIII16s8s{WRITE_ID_BYTES}s"
+_LAYER_FIELDS = struct.Struct(_COMMON + "IQ12x")  # layer, bytes of all blocks
+_MANIFEST_FIELDS = struct.Struct(_COMMON + "dI12x")  # recompute_ms, bytes of the content id
+_WRITE_ID_END = struct.calcsize(_COMMON)
 _CHECKSUM = struct.Struct("<Q")
+_REST_OF_NAME = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})}}:(chunk|[0-9]+)")
 assert _LAYER_FIELDS.size + CHECKSUM_BYTES == HEADER_BYTES == _MANIFEST_FIELDS.size + CHECKSUM_BYTES
 
 
@@ -70,6 +77,7 @@ class Manifest:
 
     key: bytes
     shape: StoredShape
+    write_id: bytes  # [WRITE_ID_BYTES], random: its layers have the same
     token_bytes: bytes  # from keys.token_bytes
     recompute_ms: float = 0.0
     content_id: str = ""
@@ -92,38 +100,61 @@ def chunk_names(prefix: str, key: bytes, num_layers: int) -> list[bytes]:
 def parse_name(prefix: str, name: bytes) -> tuple[bytes, int | None] | None:
     """(chunk key, layer or None for the manifest) of a key of ours; None for any other."""
     head, _, rest = name.decode("utf-8", "replace").partition(_start(prefix))
-    hex_key, _, field = rest.partition("}:")
-    if head or len(hex_key) != 2 * KEY_BYTES or not (field == "chunk" or field.isdecimal()):
+    found = None if head else _REST_OF_NAME.fullmatch(rest)
+    if found is None:
         return None
-    try:
-        return bytes.fromhex(hex_key), None if field == "chunk" else int(field)
-    except ValueError:
-        return None
+    return bytes.fromhex(found[1]), None if found[2] == "chunk" else int(found[2])
 
 
-def pack_prefix(key: bytes, shape: StoredShape, layer: int, checksums: bytes) -> bytes:
+def is_our_name(prefix: str, name: bytes) -> bool:
+    """Whether it is a key of ours, of whatever value version."""
+    head, _, rest = name.decode("utf-8", "replace").partition(f"{prefix}:v")
+    version, _, rest = rest.partition(":{")
+    return not head and version.isdecimal() and _REST_OF_NAME.fullmatch(rest) is not None
+
+
+def pack_prefix(
+    key: bytes, shape: StoredShape, write_id: bytes, layer: int, checksums: bytes
+) -> bytes:
     """checksums: the blocks' `slice_checksums`, [2 * num_kv_heads * CHECKSUM_BYTES]"""
-    fields = _LAYER_FIELDS.pack(*_common(_LAYER_MAGIC, key, shape), layer, shape.payload_bytes)
+    common = _common(_LAYER_MAGIC, key, shape, write_id)
+    fields = _LAYER_FIELDS.pack(*common, layer, shape.payload_bytes)
     return fields + _digest(fields + checksums) + checksums
 
 
-def check_prefix(prefix: memoryview, key: bytes, shape: StoredShape, layer: int) -> Miss | None:
-    """None when the prefix is intact and of exactly this layer."""
+def check_prefix(
+    prefix: memoryview, key: bytes, shape: StoredShape, write_id: bytes, layer: int
+) -> Miss | None:
+    """None when the prefix is intact and of exactly this layer of this write."""
     checksums = bytes(prefix[HEADER_BYTES:])
-    if prefix == pack_prefix(key, shape, layer, checksums):
+    if prefix == pack_prefix(key, shape, write_id, layer, checksums):
         return None
     if len(prefix) != shape.prefix_bytes:
         return Miss.TRUNCATED
     fields = bytes(prefix[: _LAYER_FIELDS.size])
-    if _is_foreign(fields, _LAYER_MAGIC):
-        return Miss.FOREIGN
     is_intact = prefix[_LAYER_FIELDS.size : HEADER_BYTES] == _digest(fields + checksums)
-    return Miss.FOREIGN if is_intact else Miss.CORRUPT
+    return Miss.REPLACED if is_intact and write_id_in(fields) != write_id else Miss.CORRUPT
+
+
+def check_value(
+    prefix: memoryview,
+    blocks: memoryview,
+    key: bytes,
+    shape: StoredShape,
+    write_id: bytes,
+    layer: int,
+) -> Miss | None:
+    """None when prefix and blocks, which have their lengths, are intact and of this layer."""
+    if (miss := check_prefix(prefix, key, shape, write_id, layer)) is not None:
+        return miss
+    slot = shape.layout.checksum_slot(layer, 0, 0)
+    found = slice_checksums(key, slot, blocks, shape.block_bytes)
+    return None if found == prefix[HEADER_BYTES:] else Miss.CORRUPT
 
 
 def pack_manifest(manifest: Manifest) -> bytes:
     content_id = manifest.content_id.encode()
-    common = _common(_MANIFEST_MAGIC, manifest.key, manifest.shape)
+    common = _common(_MANIFEST_MAGIC, manifest.key, manifest.shape, manifest.write_id)
     fields = _MANIFEST_FIELDS.pack(*common, manifest.recompute_ms, len(content_id))
     rest = manifest.token_bytes + content_id
     return fields + _digest(fields + rest) + rest
@@ -134,14 +165,18 @@ def parse_manifest(value: bytes) -> Manifest | Miss:
     if len(value) < HEADER_BYTES:
         return Miss.TRUNCATED
     fields, rest = value[: _MANIFEST_FIELDS.size], value[HEADER_BYTES:]
-    if _is_foreign(fields, _MANIFEST_MAGIC):
+    _, _, _, key, num_layers, num_kv_heads, head_dim, num_tokens, *others = _MANIFEST_FIELDS.unpack(
+        fields
+    )
+    dtype, encoding, write_id, recompute_ms, id_bytes = others
+    is_whole = len(rest) == 4 * num_tokens + id_bytes
+    is_intact = value[_MANIFEST_FIELDS.size : HEADER_BYTES] == _digest(fields + rest)
+    if not is_whole or not is_intact:
+        return Miss.CORRUPT if is_whole else Miss.TRUNCATED
+    if fields[:16] != _MANIFEST_MAGIC + struct.pack("<II", VALUE_VERSION, LAYOUT_VERSION):
         return Miss.FOREIGN
-    *_, num_tokens, dtype, encoding, recompute_ms, id_bytes = _MANIFEST_FIELDS.unpack(fields)
-    if len(rest) != 4 * num_tokens + id_bytes:
-        return Miss.TRUNCATED
-    if value[_MANIFEST_FIELDS.size : HEADER_BYTES] != _digest(fields + rest):
-        return Miss.CORRUPT
-    _, _, _, key, num_layers, num_kv_heads, head_dim, *_ = _MANIFEST_FIELDS.unpack(fields)
+    if not 0.0 <= recompute_ms < math.inf:
+        return Miss.FOREIGN
     try:
         layout = KvLayout(
             num_layers=num_layers,
@@ -159,17 +194,25 @@ def parse_manifest(value: bytes) -> Manifest | Miss:
     return Manifest(
         key=key,
         shape=shape,
+        write_id=write_id,
         token_bytes=rest[: 4 * num_tokens],
         recompute_ms=recompute_ms,
         content_id=rest[4 * num_tokens :].decode(errors="replace"),
     )
 
 
+def write_id_in(value: bytes) -> bytes:
+    """What stands in the place of the write id, whatever the value is like otherwise."""
+    return value[_WRITE_ID_END - WRITE_ID_BYTES : _WRITE_ID_END]
+
+
 def _start(prefix: str) -> str:
     return f"{prefix}:v{VALUE_VERSION}:{{"
 
 
-def _common(magic: bytes, key: bytes, shape: StoredShape) -> tuple[bytes | int, ...]:
+def _common(
+    magic: bytes, key: bytes, shape: StoredShape, write_id: bytes
+) -> tuple[bytes | int, ...]:
     layout = shape.layout
     return (
         magic,
@@ -182,11 +225,8 @@ def _common(magic: bytes, key: bytes, shape: StoredShape) -> tuple[bytes | int, 
         shape.num_tokens,
         layout.dtype.encode(),
         shape.encoding.encode(),
+        write_id,
     )
-
-
-def _is_foreign(fields: bytes, magic: bytes) -> bool:
-    return fields[:16] != magic + struct.pack("<II", VALUE_VERSION, LAYOUT_VERSION)
 
 
 def _digest(content: bytes) -> bytes:

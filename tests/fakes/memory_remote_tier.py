@@ -4,6 +4,7 @@ What is fetched is there when `fetch` returns. Values are kept raw. `fail_with` 
 and fetch a miss.
 """
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,15 +25,23 @@ from kv_tier.redis import (
 )
 from kv_tier.redis.counters import Counters
 from kv_tier.redis.entry_memory import EntryMemory
-from kv_tier.redis.fetch import check_layers, deadline_from_now_s
+from kv_tier.redis.fetch import check_fetch, deadline_from_now_s
+from kv_tier.redis.values import WRITE_ID_BYTES
 
 
 class MemoryRemoteTier:
-    def __init__(self, layout: KvLayout, arena: memoryview) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        arena: memoryview,
+        *,
+        new_write_id: Callable[[], bytes] = lambda: secrets.token_bytes(WRITE_ID_BYTES),
+    ) -> None:
         self.fail_with: Miss | None = None
         self._layout = layout
         self._arena = arena
         self._stored: dict[bytes, tuple[Manifest, memoryview]] = {}  # manifest and entry
+        self._new_write_id = new_write_id
         self._counters = Counters()
 
     def lookup(self, wanted: Sequence[ChunkQuery]) -> list[Manifest | None]:
@@ -47,7 +56,7 @@ class MemoryRemoteTier:
         on_layer: Callable[[ChunkFetch, int], None] | None = None,
         on_quiet: Callable[[ChunkFetch], None] | None = None,
     ) -> Fetch:
-        check_layers(layers, self._layout)
+        check_fetch(layers, self._layout, deadline_ms)
 
         def ended(chunk: ChunkFetch) -> None:
             if chunk.miss is None:
@@ -82,6 +91,7 @@ class MemoryRemoteTier:
         manifest = Manifest(
             key=location.key,
             shape=shape,
+            write_id=self._new_write_id(),
             token_bytes=token_bytes(write.token_ids),
             recompute_ms=write.recompute_ms,
             content_id=write.content_id,
@@ -137,8 +147,12 @@ class MemoryRemoteTier:
     def _copy(self, chunk: ChunkFetch, layer: int) -> None:
         if not chunk.begin():
             return
-        _, content = self._stored.get(chunk.location.key, (None, None))
-        miss = self.fail_with or (Miss.MISSING if content is None else None)
+        manifest, content = self._stored.get(chunk.location.key, (None, None))
+        miss = self.fail_with
+        if miss is None and manifest is None:
+            miss = Miss.MISSING
+        elif miss is None and manifest.write_id != chunk.write_id:
+            miss = Miss.REPLACED
         if miss is not None:
             chunk.fail(miss)
         else:

@@ -1,9 +1,11 @@
 """Chunks in an arena of their own memory, and a Redis tier over them."""
 
 import mmap
+import struct
 from collections.abc import Sequence
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from kv_tier import ChunkLocation, ChunkQuery, KvLayout
 from kv_tier.keys import KeySpace
@@ -27,6 +29,7 @@ LAYERS = range(LAYOUT.num_layers)
 NUM_TOKENS = 20
 ARENA_BYTES = 1 << 22
 LONG_MS = 20_000.0
+WRITE_ID = b"the same"  # of all writes of `open_tier`, so that tests can fetch without a lookup
 
 SPACE = KeySpace(fingerprint="a model", kv_dtype="float32", anchor_ids=(1,))
 
@@ -87,7 +90,8 @@ def config(url: str, **changes: object) -> RedisTierConfig:
 
 
 def open_tier(url: str, arena: Arena, **changes: object) -> RedisTier:
-    return RedisTier(config(url, **changes), arena.layout, arena.memory)
+    settings = config(url, **changes)
+    return RedisTier(settings, arena.layout, arena.memory, new_write_id=lambda: WRITE_ID)
 
 
 def write(tier: RemoteTier, arena: Arena, *chunks: int, num_tokens: int = NUM_TOKENS) -> None:
@@ -114,7 +118,7 @@ def lookup(tier: RemoteTier, *chunks: int) -> list[Manifest | None]:
 
 
 def request(location: ChunkLocation, encoding: Encoding = Encoding.RAW) -> FetchRequest:
-    return FetchRequest(location=location, encoding=encoding)
+    return FetchRequest(location=location, encoding=encoding, write_id=WRITE_ID)
 
 
 def fetch(
@@ -128,6 +132,13 @@ def fetch(
     found = tier.fetch([request(place) for place in locations], layers, deadline_ms=deadline_ms)
     assert found.wait_quiet()
     return found
+
+
+def as_of_another_kind(manifest: bytes) -> bytes:
+    """The manifest, intact, as a later program may write it: with an encoding that we lack."""
+    fields = manifest[:120].replace(b"raw\0\0\0\0\0", b"fp4\0\0\0\0\0")
+    digest = xxh3_64_intdigest(fields + manifest[128:])
+    return fields + struct.pack("<Q", digest) + manifest[128:]
 
 
 def misses(tier: RemoteTier) -> dict[Miss, int]:

@@ -49,16 +49,19 @@ def add_user(server: RedisServer, rights: str) -> str:
     return f"redis://user:pw@{server.address}"
 
 
-def test_an_acl_user_with_no_more_rights_than_it_needs(server: RedisServer, arena: Arena) -> None:
-    url = add_user(server, "+get +getrange +set +exists +unlink +ping")
-    with open_tier(url, arena) as tier:
+@pytest.mark.parametrize(("database", "rights"), [("", ""), ("/3", "+select")])
+def test_an_acl_user_with_no_more_rights_than_it_needs(
+    server: RedisServer, arena: Arena, database: str, rights: str
+) -> None:
+    url = add_user(server, f"+get +set +exists +unlink +ping {rights}")
+    with open_tier(url + database, arena) as tier:
         assert works(tier, arena)
 
 
 def test_a_user_that_may_only_read(server: RedisServer, arena: Arena) -> None:
     with open_tier(server.url, arena) as tier:
         write(tier, arena, 1)
-    with open_tier(add_user(server, "+get +getrange +exists +ping"), arena) as tier:
+    with open_tier(add_user(server, "+get +exists +ping"), arena) as tier:
         write(tier, arena, 2)
         assert [one is None for one in lookup(tier, 1, 2)] == [False, True]
         assert fetch(tier, [arena.place(1)]).chunks[0].is_complete

@@ -15,7 +15,9 @@ from tests.kv_tier.redis.cases import (
     LAYOUT,
     LONG_MS,
     NUM_TOKENS,
+    WRITE_ID,
     Arena,
+    as_of_another_kind,
     counted,
     fetch,
     lookup,
@@ -51,7 +53,7 @@ def with_version(value: bytes, *, value_version: int = 1, layout_version: int = 
 
 
 def with_shape(value: bytes, shape: StoredShape) -> bytes:
-    prefix = pack_prefix(KEY, shape, DAMAGED, value[128 : SHAPE.prefix_bytes])
+    prefix = pack_prefix(KEY, shape, WRITE_ID, DAMAGED, value[128 : SHAPE.prefix_bytes])
     return prefix + value[SHAPE.prefix_bytes :]
 
 
@@ -63,15 +65,15 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], Miss]] = {
     "cut by one byte": (lambda v: v[:-1], Miss.TRUNCATED),
     "cut in the header": (lambda v: v[:50], Miss.TRUNCATED),
     "one byte more": (lambda v: v + b"\0", Miss.TRUNCATED),
-    "magic": (lambda v: flip(v, 0), Miss.FOREIGN),
+    "magic": (lambda v: flip(v, 0), Miss.CORRUPT),
     "header field": (lambda v: flip(v, 20), Miss.CORRUPT),
     "header checksum": (lambda v: flip(v, 121), Miss.CORRUPT),
     "table": (lambda v: flip(v, 130), Miss.CORRUPT),
     "first byte of K": (lambda v: flip(v, SHAPE.prefix_bytes), Miss.CORRUPT),
     "last byte of V": (lambda v: flip(v, -1), Miss.CORRUPT),
-    "other value version": (lambda v: with_version(v, value_version=2), Miss.FOREIGN),
-    "other layout version": (lambda v: with_version(v, layout_version=2), Miss.FOREIGN),
-    "other dtype": (lambda v: with_shape(v, other_dtype()), Miss.FOREIGN),
+    "other value version": (lambda v: with_version(v, value_version=2), Miss.CORRUPT),
+    "other layout version": (lambda v: with_version(v, layout_version=2), Miss.CORRUPT),
+    "other dtype": (lambda v: with_shape(v, other_dtype()), Miss.CORRUPT),
 }
 
 
@@ -125,11 +127,11 @@ def test_a_layer_evicted_between_lookup_and_read(
 def test_a_value_of_another_place(tier: RedisTier, arena: Arena, client: redis.Redis) -> None:
     write(tier, arena, 1, 2)
     client.set(NAME, client.get(layer_name("cachesmith", KEY, 2)))
-    assert fetch(tier, [arena.place(1)]).chunks[0].miss is Miss.FOREIGN
+    assert fetch(tier, [arena.place(1)]).chunks[0].miss is Miss.CORRUPT
     assert tier.flush(LONG_MS)
     write(tier, arena, 1)
     client.set(NAME, client.get(layer_name("cachesmith", query(2).key, DAMAGED)))
-    assert fetch(tier, [arena.place(1)]).chunks[0].miss is Miss.FOREIGN
+    assert fetch(tier, [arena.place(1)]).chunks[0].miss is Miss.CORRUPT
 
 
 def test_a_key_of_another_kind(tier: RedisTier, arena: Arena, client: redis.Redis) -> None:
@@ -145,7 +147,7 @@ def test_a_key_of_another_kind(tier: RedisTier, arena: Arena, client: redis.Redi
     [
         (lambda v: v[:60], Miss.TRUNCATED),
         (lambda v: v[:-3], Miss.TRUNCATED),
-        (lambda v: flip(v, 2), Miss.FOREIGN),
+        (lambda v: flip(v, 2), Miss.CORRUPT),
         (lambda v: flip(v, 130), Miss.CORRUPT),
         (lambda v: flip(v, 122), Miss.CORRUPT),
         (lambda v: b"", Miss.TRUNCATED),
@@ -173,7 +175,33 @@ def test_a_chunk_of_another_model_shape(server: RedisServer, arena: Arena) -> No
     with open_tier(server.url, other) as writer, open_tier(server.url, arena) as reader:
         write(writer, other, 1)
         assert lookup(reader, 1) == [None]
-        assert set(misses(reader)) <= {Miss.FOREIGN, Miss.INCOMPLETE}
+        assert misses(reader) == {Miss.FOREIGN: 1}
+        assert reader.flush(LONG_MS)
+        assert lookup(writer, 1) != [None]  # it stays for whom it is for
+
+
+def test_a_manifest_of_an_unknown_kind_is_kept(
+    tier: RedisTier, arena: Arena, client: redis.Redis
+) -> None:
+    write(tier, arena, 1)
+    name = manifest_name("cachesmith", KEY)
+    client.set(name, as_of_another_kind(client.get(name)))
+    assert lookup(tier, 1) == [None]
+    assert misses(tier) == {Miss.FOREIGN: 1}
+    assert tier.flush(LONG_MS)
+    assert client.dbsize() == 1 + LAYOUT.num_layers
+
+
+def test_a_large_value_of_others_in_the_place_of_a_manifest(
+    server: RedisServer, arena: Arena, client: redis.Redis
+) -> None:
+    client.set(manifest_name("cachesmith", KEY), bytes((1 << 24) + 1))
+    with open_tier(server.url, arena, breaker_failures=1) as tier:
+        for _ in range(3):
+            assert lookup(tier, 1) == [None]
+        assert misses(tier) == {Miss.FOREIGN: 3}
+        assert tier.flush(LONG_MS)
+        assert client.dbsize() == 1
 
 
 def test_arena_bytes_that_are_damaged_are_not_written(

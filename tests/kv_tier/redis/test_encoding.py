@@ -28,7 +28,7 @@ def test_the_error_is_bounded_by_each_tokens_own_size(
 ) -> None:
     stored = kv(dtype)
     blocks = encode(stored, encoding)
-    assert torch.equal(stored, kv(dtype))  # it may be the arena's own memory
+    assert torch.equal(stored, kv(dtype))  # it is the caller's memory
     found = torch.empty_like(stored)
     decode(blocks, encoding, found)
     largest = stored.float().abs().amax(dim=2, keepdim=True)
@@ -38,16 +38,16 @@ def test_the_error_is_bounded_by_each_tokens_own_size(
 
 
 @pytest.mark.parametrize(
-    ("encoding", "relative_rms"), [(Encoding.RAW, 0.0), (Encoding.FP8, 0.03), (Encoding.INT8, 0.01)]
+    ("encoding", "relative_rms"), [(Encoding.FP8, 0.03), (Encoding.INT8, 0.01)]
 )
 def test_the_measured_error_of_normal_numbers(encoding: Encoding, relative_rms: float) -> None:
     values = torch.randn(4, 128, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
     error = encoding_error(values, encoding)
     assert 0.2 * relative_rms <= error.relative_rms <= relative_rms
-    assert (error.max_abs == 0.0) == (encoding is Encoding.RAW)
+    assert error.max_abs > 0.0
 
 
-@pytest.mark.parametrize("encoding", Encoding)
+@pytest.mark.parametrize("encoding", SMALL)
 def test_some_blocks_decode_as_all_do(encoding: Encoding) -> None:
     stored = kv(torch.bfloat16)
     blocks = encode(stored, encoding)
@@ -57,8 +57,6 @@ def test_some_blocks_decode_as_all_do(encoding: Encoding) -> None:
     decode(blocks, encoding, whole)
     decode(blocks[2:4], encoding, part)
     assert torch.equal(whole[2:4], part)
-    if encoding is Encoding.RAW:
-        assert torch.equal(whole, stored)
 
 
 def test_fp8_codes_are_torchs() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kv_tier import KvLayout
-from kv_tier.redis import ChunkFetch, Count, LinkLimit, Miss, RedisTier
+from kv_tier.redis import ChunkFetch, ChunkWrite, Count, LinkLimit, Miss, RedisTier
 from tests.kv_tier.redis.cases import (
     LONG_MS,
     Arena,
@@ -349,3 +349,26 @@ def test_closing_ends_a_fetch(server: RedisServer) -> None:
         time.sleep(0.02)
         tier.close()
         assert gone.chunks[0].is_quiet and gone.chunks[0].miss is Miss.UNAVAILABLE
+
+
+@pytest.mark.parametrize("where", ["on_layer", "on_quiet", "release"])
+def test_closing_in_a_callback_waits_for_nobody(
+    server: RedisServer, arena: Arena, where: str
+) -> None:
+    closed = threading.Event()
+
+    def close(*_: object) -> None:
+        tier.close()
+        closed.set()
+
+    with open_tier(server.url, arena) as tier:
+        write(tier, arena, 1)
+        if where == "release":
+            tier.write_behind(
+                ChunkWrite(location=arena.fill(2), token_ids=query(2).token_ids, release=close)
+            )
+        else:
+            layers = range(arena.layout.num_layers)
+            place = request(arena.place(1))
+            tier.fetch([place], layers, deadline_ms=LONG_MS, **{where: close})
+        assert closed.wait(BOUND_S)

@@ -1,6 +1,7 @@
 """The breaker, the meter and the emulated link, with a clock of the test's own."""
 
 import math
+import traceback
 
 import pytest
 
@@ -100,6 +101,11 @@ def test_the_emulated_link_is_shared_and_its_latency_overlaps() -> None:
         {"value_deadline_ms": float("nan")},
         {"write_backlog_bytes": -1},
         {"ttl_s": 0.0},
+        {"ttl_s": math.inf},
+        {"lookup_deadline_ms": math.inf},
+        {"connect_deadline_ms": 1e300},
+        {"url": "redis://:se/cret@host"},
+        {"url": "redis://host?socket_timeout=soon"},
     ],
 )
 def test_settings_that_can_not_be(change: dict[str, object]) -> None:
@@ -116,3 +122,7 @@ def test_a_limit_that_can_not_be() -> None:
 def test_a_password_is_not_shown() -> None:
     config = RedisTierConfig(url="redis://:secret@host", sentinel_password="hidden")
     assert "secret" not in repr(config) and "hidden" not in repr(config)
+    with pytest.raises(ValueError, match="url") as caught:
+        RedisTierConfig(url="redis://:sec/ret@host")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "ValueError: Port could not" not in shown and "'sec'" not in shown

@@ -7,13 +7,23 @@ import redis
 
 from kv_tier.redis import Miss, RedisTier, operations
 from kv_tier.redis.values import layer_name, manifest_name
-from tests.kv_tier.redis.cases import LAYOUT, NUM_TOKENS, Arena, lookup, open_tier, query, write
+from tests.kv_tier.redis.cases import (
+    LAYOUT,
+    NUM_TOKENS,
+    Arena,
+    as_of_another_kind,
+    lookup,
+    open_tier,
+    query,
+    write,
+)
 from tests.kv_tier.redis.servers import RedisServer
 
 pytestmark = pytest.mark.redis
 
 PREFIX = "cachesmith"
 NUM_OTHERS = 10_000
+OLD = b"cachesmith:v0:{%s}:0" % query(7).key.hex().encode()
 KEYS_A_CHUNK = 1 + LAYOUT.num_layers
 
 
@@ -23,6 +33,8 @@ def others(server: RedisServer) -> Iterator[dict[bytes, bytes]]:
     client = server.client()
     names = [b"cart:%d" % i for i in range(NUM_OTHERS)]
     names += [b"cachesmith", b"cachesmith2:v1:{x}:0", b"cachesmit:1", b"xcachesmith:v1:1"]
+    names += [b"cachesmith:sessions:%d" % i for i in range(NUM_OTHERS)]
+    names += [b"cachesmith:v0:{old}:0", b"cachesmith:v0:{%s}:0" % (b"z" * 64), OLD + b"x"]
     keys = {name: name for name in names}
     client.mset(keys)
     yield keys
@@ -63,11 +75,62 @@ def test_clear(server: RedisServer, arena: Arena, others: dict[bytes, bytes]) ->
     ):
         for opened in (tier, nested, other):
             write(opened, arena, 1)
-        server.client().set("cachesmith:v0:{old}:0", "x")
+        server.client().set(OLD, "x")
         assert operations.clear(nested.client(), "cachesmith:b") == KEYS_A_CHUNK
         assert operations.clear(tier.client(), PREFIX) == KEYS_A_CHUNK + 1
         assert operations.clear(tier.client(), PREFIX) == 0
         assert lookup(other, 1) != [None]
+
+
+def test_a_chunk_is_removed_with_what_other_versions_have_of_it(
+    tier: RedisTier, arena: Arena, others: dict[bytes, bytes]
+) -> None:
+    write(tier, arena, 7)
+    client = tier.client()
+    client.set(OLD, "x")
+    assert operations.remove_chunk(client, PREFIX, query(7).key) == KEYS_A_CHUNK + 1
+
+
+@pytest.mark.parametrize("prefix", ["", "*", "cache?mith", "a b", "{x}"])
+def test_a_prefix_that_can_not_be(tier: RedisTier, prefix: str) -> None:
+    for run in (operations.clear, operations.stats):
+        with pytest.raises(ValueError, match="key_prefix"):
+            run(tier.client(), prefix)
+
+
+def test_no_content_id_is_not_that_of_all_who_have_none(tier: RedisTier) -> None:
+    with pytest.raises(ValueError, match="content_id"):
+        operations.rm(tier.client(), PREFIX, content_id="")
+
+
+class RepeatingClient:
+    """SCAN may name a key twice."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._client, name)
+
+    def scan_iter(self, **options: object) -> list[bytes]:
+        return 2 * list(self._client.scan_iter(**options))
+
+
+def test_a_chunk_is_listed_and_counted_once(tier: RedisTier, arena: Arena) -> None:
+    write(tier, arena, 1)
+    client = RepeatingClient(tier.client())
+    assert len(list(operations.ls(client, PREFIX))) == 1
+    assert operations.stats(client, PREFIX).num_keys == KEYS_A_CHUNK
+
+
+def test_a_manifest_of_an_unknown_kind_is_reported_and_kept(tier: RedisTier, arena: Arena) -> None:
+    write(tier, arena, 1)
+    client = tier.client()
+    name = manifest_name(PREFIX, query(1).key)
+    client.set(name, as_of_another_kind(client.get(name)))
+    (problem,) = operations.verify(client, PREFIX, repair=True)
+    assert problem.reason is Miss.FOREIGN
+    assert operations.stats(client, PREFIX).num_keys == KEYS_A_CHUNK
 
 
 def test_verify_and_repair(tier: RedisTier, arena: Arena, others: dict[bytes, bytes]) -> None:

@@ -1,20 +1,25 @@
 """From Redis to the arena of a node: once, whoever asks, and only whole chunks stay."""
 
 import multiprocessing
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from kv_tier import ArenaView, ChunkQuery, HostTier
+from kv_tier import ArenaUnavailableError, ArenaView, ChunkQuery, HostTier, Reservation
 from kv_tier.arrival import Arrival
 from kv_tier.redis import (
     ArrivingChunk,
     ChunkWrite,
     Count,
+    Fetch,
     LinkLimit,
+    Manifest,
     Miss,
     Promoter,
     RedisTier,
@@ -196,6 +201,89 @@ def test_layers_that_can_not_be_leave_no_space_taken(
     with pytest.raises(ValueError, match="layers"):
         Promoter(host, remote, view).promote([query(1)], [0, 0], deadline_ms=LONG_MS)
     assert host.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("layers", [[0], [0, 0], [*LAYERS, 99]])
+def test_an_entry_is_fetched_with_all_its_layers(
+    host: HostTier, view: ArenaView, layers: list[int]
+) -> None:
+    remote = MemoryRemoteTier(LAYOUT, memoryview(view.mapping.numpy()))
+    with pytest.raises(ValueError, match="layers"):
+        Promoter(host, remote, view).promote([query(1)], layers, deadline_ms=LONG_MS)
+
+
+class WatchedHost:
+    """A host tier of which single calls are the test's."""
+
+    def __init__(self, host: HostTier, **calls: object) -> None:
+        self._host = host
+        self.__dict__.update(calls)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._host, name)
+
+
+def test_a_locked_index_holds_up_nobody_who_fetches(
+    host: HostTier, view: ArenaView, remote: RemoteTier
+) -> None:
+    store(host, view, remote, 1)
+    may_commit = threading.Event()
+
+    def commit(reservation: Reservation) -> bool:
+        assert may_commit.wait(60.0)
+        return host.commit(reservation)
+
+    promoter = Promoter(WatchedHost(host, commit=commit), remote, view)
+    (chunk,) = promoter.promote([query(1)], LAYERS, deadline_ms=LONG_MS)
+    wait_whole(view, chunk)
+    remote.close()  # it waits for its readers
+    may_commit.set()
+    promoter.close()
+    assert resident(host, [1]) == {1}
+    chunk.release()
+
+
+@pytest.mark.parametrize("failing", ["reserve", "lease_unfinished"])
+def test_an_index_that_fails_half_way_leaves_no_space_taken(
+    host: HostTier, view: ArenaView, remote: RemoteTier, failing: str
+) -> None:
+    store(host, view, remote, 1, 2)
+    num_calls = 0
+
+    def fail_later(*args: object, **options: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise ArenaUnavailableError("the index is locked")
+        return getattr(host, failing)(*args, **options)
+
+    promoter = Promoter(WatchedHost(host, **{failing: fail_later}), remote, view)
+    with pytest.raises(ArenaUnavailableError):
+        promoter.promote([query(1), query(2)], LAYERS, deadline_ms=LONG_MS)
+    promoter.close()
+    stats = host.stats()
+    assert (stats.num_reservations, stats.num_leases, stats.used_bytes) == (0, 0, 0)
+    assert host.check_integrity() == []
+
+
+def test_the_deadline_is_that_of_lookup_and_fetch(host: HostTier, view: ArenaView) -> None:
+    deadlines_ms: list[float] = []
+
+    class Slow(MemoryRemoteTier):
+        def lookup(self, wanted: Sequence[ChunkQuery]) -> list[Manifest | None]:
+            found = super().lookup(wanted)
+            time.sleep(0.02)
+            return found
+
+        def fetch(self, *args: Any, deadline_ms: float, **options: Any) -> Fetch:
+            deadlines_ms.append(deadline_ms)
+            return super().fetch(*args, deadline_ms=deadline_ms, **options)
+
+    remote = Slow(LAYOUT, memoryview(view.mapping.numpy()))
+    store(host, view, remote, 1)
+    (chunk,) = promote(host, view, remote, 1)
+    chunk.release()
+    assert deadlines_ms[0] <= LONG_MS - 20.0
 
 
 def test_no_room_is_a_miss(host: HostTier, view: ArenaView, remote: RemoteTier) -> None:

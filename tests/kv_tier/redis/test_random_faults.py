@@ -81,7 +81,11 @@ class World:
                 entry = places[chunk]
                 self.arena.memory[entry.offset : entry.offset + entry.nbytes] = bytes(entry.nbytes)
             requests = [
-                FetchRequest(location=places[chunk], encoding=manifest.shape.encoding)
+                FetchRequest(
+                    location=places[chunk],
+                    encoding=manifest.shape.encoding,
+                    write_id=manifest.write_id,
+                )
                 for chunk, manifest in there
             ]
             layers = rng.sample(range(LAYOUT.num_layers), LAYOUT.num_layers)

@@ -1,11 +1,15 @@
 """What every second level promises: one suite, run on Redis and on the one in memory."""
 
+import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from kv_tier import ChunkQuery
+from kv_tier.arrival import Arrival, arrival_of
+from kv_tier.layout import HEADER_BYTES
 from kv_tier.redis import ChunkFetch, ChunkWrite, Count, Miss, RemoteTier
 from tests.fakes.memory_remote_tier import MemoryRemoteTier
 from tests.kv_tier.redis.cases import (
@@ -13,6 +17,7 @@ from tests.kv_tier.redis.cases import (
     LAYOUT,
     LONG_MS,
     NUM_TOKENS,
+    WRITE_ID,
     Arena,
     counted,
     fetch,
@@ -29,7 +34,7 @@ from tests.kv_tier.redis.cases import (
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
 def remote(request: pytest.FixtureRequest, arena: Arena) -> Iterator[RemoteTier]:
     if request.param == "memory":
-        yield MemoryRemoteTier(LAYOUT, arena.memory)
+        yield MemoryRemoteTier(LAYOUT, arena.memory, new_write_id=lambda: WRITE_ID)
         return
     server = request.getfixturevalue("server")
     with open_tier(server.url, arena) as tier:
@@ -117,6 +122,8 @@ def test_only_the_wanted_layers_are_read(remote: RemoteTier, arena: Arena) -> No
     assert fetched.chunks[0].is_complete
     assert counted(remote, Count.LAYERS_READ) == 1
     assert not any(arena.entry(place).layer(0))
+    header = arena.bytes_of(place)[:HEADER_BYTES]
+    assert arrival_of(header, LAYOUT, place) is not Arrival.WHOLE
 
 
 def test_an_absent_chunk_is_a_miss_of_the_fetch(remote: RemoteTier, arena: Arena) -> None:
@@ -174,6 +181,23 @@ def test_a_closed_one_answers_with_misses(remote: RemoteTier, arena: Arena) -> N
 def test_layers_that_can_not_be(remote: RemoteTier, arena: Arena, layers: list[int]) -> None:
     with pytest.raises(ValueError, match="layers"):
         remote.fetch([request(arena.place(1))], layers, deadline_ms=LONG_MS)
+
+
+@pytest.mark.parametrize("deadline_ms", [math.inf, math.nan])
+def test_a_deadline_that_can_not_be(remote: RemoteTier, arena: Arena, deadline_ms: float) -> None:
+    with pytest.raises(ValueError, match="deadline_ms"):
+        remote.fetch([request(arena.place(1))], LAYERS, deadline_ms=deadline_ms)
+
+
+def test_a_chunk_of_another_write_is_a_miss(remote: RemoteTier, arena: Arena) -> None:
+    write(remote, arena, 1)
+    other = replace(request(arena.place(1)), write_id=b"another.")
+    fetched = remote.fetch([other], LAYERS, deadline_ms=LONG_MS)
+    assert fetched.wait_quiet()
+    assert fetched.chunks[0].miss is Miss.REPLACED
+    assert misses(remote) == {Miss.REPLACED: 1}
+    assert remote.flush(LONG_MS)
+    assert lookup(remote, 1) != [None]
 
 
 def test_waiting_for_a_layer_ends_with_its_own_time(remote: RemoteTier, arena: Arena) -> None:

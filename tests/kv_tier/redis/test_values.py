@@ -1,16 +1,18 @@
 """Names and bytes of what is stored: every value says what it is, and is checked."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from kv_tier import KvLayout
+from kv_tier import ChunkLocation, KvLayout
 from kv_tier.keys import token_bytes
 from kv_tier.layout import slice_checksums
-from kv_tier.redis import Encoding, Manifest, Miss, StoredShape
+from kv_tier.redis import ChunkWrite, Encoding, Manifest, Miss, StoredShape
 from kv_tier.redis.values import (
     check_prefix,
     chunk_names,
+    is_our_name,
     layer_name,
     manifest_name,
     pack_manifest,
@@ -18,7 +20,7 @@ from kv_tier.redis.values import (
     parse_manifest,
     parse_name,
 )
-from tests.kv_tier.redis.cases import LAYOUT, NUM_TOKENS, query
+from tests.kv_tier.redis.cases import LAYOUT, NUM_TOKENS, WRITE_ID, query
 
 KEY = query(1).key
 SHAPE = StoredShape(layout=LAYOUT, num_tokens=NUM_TOKENS, encoding=Encoding.RAW)
@@ -52,17 +54,17 @@ def test_names_of_others_are_not_ours(name: bytes) -> None:
 
 
 def test_no_bit_of_a_prefix_can_change_unseen() -> None:
-    prefix = pack_prefix(KEY, SHAPE, 1, TABLE)
+    prefix = pack_prefix(KEY, SHAPE, WRITE_ID, 1, TABLE)
     assert len(prefix) == SHAPE.prefix_bytes
-    assert check_prefix(memoryview(prefix), KEY, SHAPE, 1) is None
+    assert check_prefix(memoryview(prefix), KEY, SHAPE, WRITE_ID, 1) is None
     for bit in range(8 * len(prefix)):
         changed = bytearray(prefix)
         changed[bit // 8] ^= 1 << bit % 8
-        assert check_prefix(memoryview(changed), KEY, SHAPE, 1) in (Miss.CORRUPT, Miss.FOREIGN)
+        assert check_prefix(memoryview(changed), KEY, SHAPE, WRITE_ID, 1) is Miss.CORRUPT
 
 
-def test_a_prefix_of_anything_else_is_foreign() -> None:
-    prefix = memoryview(pack_prefix(KEY, SHAPE, 1, TABLE))
+def test_a_prefix_of_any_other_place_does_not_pass() -> None:
+    prefix = memoryview(pack_prefix(KEY, SHAPE, WRITE_ID, 1, TABLE))
     layout = replace(LAYOUT, dtype="float16")
     for key, shape, layer in [
         (query(2).key, SHAPE, 1),
@@ -72,15 +74,25 @@ def test_a_prefix_of_anything_else_is_foreign() -> None:
         (KEY, replace(SHAPE, layout=layout), 1),
         (KEY, replace(SHAPE, layout=replace(LAYOUT, num_layers=4)), 1),
     ]:
-        assert check_prefix(prefix, key, shape, layer) is Miss.FOREIGN
-    assert check_prefix(prefix[:-1], KEY, SHAPE, 1) is Miss.TRUNCATED
-    assert check_prefix(prefix[:0], KEY, SHAPE, 1) is Miss.TRUNCATED
+        assert check_prefix(prefix, key, shape, WRITE_ID, layer) is Miss.CORRUPT
+    assert check_prefix(prefix[:-1], KEY, SHAPE, WRITE_ID, 1) is Miss.TRUNCATED
+    assert check_prefix(prefix[:0], KEY, SHAPE, WRITE_ID, 1) is Miss.TRUNCATED
+
+
+def test_a_layer_of_another_write_is_told_from_damage() -> None:
+    prefix = bytearray(pack_prefix(KEY, SHAPE, b"another.", 1, TABLE))
+    assert check_prefix(memoryview(prefix), KEY, SHAPE, WRITE_ID, 1) is Miss.REPLACED
+    as_int8 = replace(SHAPE, encoding=Encoding.INT8)
+    assert check_prefix(memoryview(prefix), KEY, as_int8, WRITE_ID, 1) is Miss.REPLACED
+    prefix[-1] ^= 1
+    assert check_prefix(memoryview(prefix), KEY, SHAPE, WRITE_ID, 1) is Miss.CORRUPT
 
 
 def manifest() -> Manifest:
     return Manifest(
         key=KEY,
         shape=SHAPE,
+        write_id=WRITE_ID,
         token_bytes=token_bytes(query(1).token_ids),
         recompute_ms=12.5,
         content_id="a passage",
@@ -91,6 +103,28 @@ def test_a_manifest_comes_back() -> None:
     assert parse_manifest(pack_manifest(manifest())) == manifest()
     bare = replace(manifest(), content_id="", recompute_ms=0.0)
     assert parse_manifest(pack_manifest(bare)) == bare
+
+
+@pytest.mark.parametrize("recompute_ms", [math.nan, math.inf, -1.0])
+def test_a_recompute_time_that_can_not_be_is_foreign(recompute_ms: float) -> None:
+    value = pack_manifest(replace(manifest(), recompute_ms=recompute_ms))
+    assert parse_manifest(value) is Miss.FOREIGN
+    with pytest.raises(ValueError, match="recompute_ms"):
+        ChunkWrite(
+            location=ChunkLocation(key=KEY, offset=0, nbytes=1, num_tokens=1),
+            token_ids=[1],
+            recompute_ms=recompute_ms,
+            release=lambda: None,
+        )
+
+
+@pytest.mark.parametrize("name", [manifest_name("a:b", KEY), layer_name("a:b", KEY, 17)])
+def test_names_of_other_versions_are_ours_too(name: bytes) -> None:
+    assert is_our_name("a:b", name)
+    assert is_our_name("a:b", name.replace(b":v1:", b":v12:"))
+    for other in (b"x" + name, name + b"x", name.replace(b":v1:", b":vx:")):
+        assert not is_our_name("a:b", other)
+    assert not is_our_name("a", name)
 
 
 def test_no_bit_of_a_manifest_can_change_unseen() -> None:

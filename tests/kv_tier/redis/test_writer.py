@@ -2,16 +2,28 @@
 
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from kv_tier.redis import ChunkWrite, Count, Encoding, Miss, RedisTier
+from kv_tier.redis import ChunkWrite, Count, Encoding, Manifest, Miss, RedisTier, StoredShape
+from kv_tier.redis.counters import Counters
+from kv_tier.redis.directory import NodeDirectory
+from kv_tier.redis.entry_memory import EntryMemory
+from kv_tier.redis.errors import UnavailableError
+from kv_tier.redis.node import RedisNode
+from kv_tier.redis.topology import RedisTopology
+from kv_tier.redis.values import chunk_names
+from kv_tier.redis.writer import WriteBehind, _layer_value
 from tests.kv_tier.redis.cases import (
     LAYERS,
     LAYOUT,
     LONG_MS,
     NUM_TOKENS,
+    WRITE_ID,
     Arena,
+    config,
     counted,
     fetch,
     lookup,
@@ -139,7 +151,7 @@ def test_the_wrong_encoding_is_not_misread(server: RedisServer, arena: Arena) ->
         write(tier, arena, 1)
         fetched = tier.fetch([request(arena.place(1), Encoding.FP8)], LAYERS, deadline_ms=LONG_MS)
         assert fetched.wait_quiet()
-        assert fetched.chunks[0].miss is Miss.FOREIGN
+        assert fetched.chunks[0].miss is Miss.CORRUPT
         assert fetch(tier, [arena.place(1)]).chunks[0].miss is not None  # asked for as raw
 
 
@@ -151,6 +163,186 @@ def test_half_written_chunks_are_written_again(server: RedisServer, arena: Arena
         write(tier, arena, 1)
         assert counted(tier, Count.CHUNKS_WRITTEN) == 2
         assert lookup(tier, 1) != [None]
+
+
+def write_behind(
+    server: RedisServer,
+    arena: Arena,
+    *,
+    is_unavailable: Callable[[bytes], bool] = lambda name: False,
+    reads_are_under_way: Callable[[], bool] = lambda: False,
+    **changes: object,
+) -> tuple[WriteBehind, Counters]:
+    """The backlog by itself, with faults of the test's."""
+    settings, counters = config(server.url, **changes), Counters()
+
+    class Directory(NodeDirectory):
+        def node_for(self, name: bytes, deadline_s: float) -> RedisNode:
+            if is_unavailable(name):
+                raise UnavailableError("not asked now")
+            return super().node_for(name, deadline_s)
+
+    directory = Directory(settings, RedisTopology(settings), on_gone=lambda node: None)
+    written = WriteBehind(
+        settings,
+        LAYOUT,
+        arena.memory,
+        directory,
+        counters,
+        reads_are_under_way=reads_are_under_way,
+        new_write_id=lambda: WRITE_ID,
+    )
+    return written, counters
+
+
+def chunk_write(arena: Arena, chunk: int, num_tokens: int = NUM_TOKENS) -> ChunkWrite:
+    return ChunkWrite(
+        location=arena.fill(chunk, num_tokens),
+        token_ids=query(chunk, num_tokens).token_ids,
+        release=lambda: None,
+    )
+
+
+def test_a_node_that_is_away_costs_its_own_chunks(server: RedisServer, arena: Arena) -> None:
+    away = query(1).key.hex().encode()
+    written, counters = write_behind(server, arena, is_unavailable=lambda name: away in name)
+    for chunk in (1, 2, 1, 3):
+        assert written.offer(chunk_write(arena, chunk))
+    assert written.flush(LONG_MS)
+    assert counters.counts()[Count.WRITES_DROPPED] == 2
+    assert counters.counts()[Count.CHUNKS_WRITTEN] == 2
+    written.close()
+
+
+def test_a_write_that_fails_in_the_middle_leaves_nothing(server: RedisServer, arena: Arena) -> None:
+    looks: list[int] = []
+
+    def fail_later() -> bool:
+        looks.append(server.client().dbsize())
+        if len(looks) == 3:
+            raise RuntimeError("whatever it may be")
+        return False
+
+    written, counters = write_behind(server, arena, reads_are_under_way=fail_later)
+    assert written.offer(chunk_write(arena, 1))
+    assert written.flush(LONG_MS)
+    assert looks == [0, 1, 2]
+    assert server.client().dbsize() == 0
+    assert counters.counts()[Count.WRITES_FAILED] == 1
+    assert counters.counts()[Count.CHUNKS_REMOVED] == 0  # nothing was damaged
+    written.close()
+
+
+def test_a_write_whose_node_goes_away_leaves_nothing_when_it_is_back(
+    server: RedisServer, arena: Arena
+) -> None:
+    goes_away = threading.Event()
+
+    def look() -> bool:
+        if server.client().dbsize() == 2:
+            goes_away.set()
+        return False
+
+    def is_unavailable(name: bytes) -> bool:
+        is_so = goes_away.is_set()
+        goes_away.clear()
+        return is_so
+
+    written, counters = write_behind(
+        server, arena, is_unavailable=is_unavailable, reads_are_under_way=look
+    )
+    assert written.offer(chunk_write(arena, 1))
+    assert written.flush(LONG_MS)
+    assert counters.counts()[Count.WRITES_DROPPED] == 1
+    assert server.client().dbsize() == 0
+    written.close()
+
+
+def test_token_ids_that_can_not_be_stored_cost_their_chunk_only(
+    server: RedisServer, arena: Arena
+) -> None:
+    written, counters = write_behind(server, arena)
+    assert written.offer(replace(chunk_write(arena, 1), token_ids=[-1]))
+    assert written.offer(chunk_write(arena, 2))
+    assert written.flush(LONG_MS)
+    assert counters.counts()[Count.WRITES_FAILED] == 1
+    assert counters.counts()[Count.CHUNKS_WRITTEN] == 1
+    assert server.client().dbsize() == 1 + LAYOUT.num_layers
+    written.close()
+
+
+def test_a_refused_chunk_costs_the_backlog_nothing(server: RedisServer, arena: Arena) -> None:
+    """There is no room for it beside the one that is being written."""
+    is_writing, may_go_on = threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        is_writing.set()
+        may_go_on.wait(60.0)
+        return False
+
+    limits = {"write_backlog_bytes": int(2.5 * ENTRY_BYTES)}
+    written, counters = write_behind(server, arena, reads_are_under_way=hold, **limits)
+    assert written.offer(chunk_write(arena, 1))
+    assert is_writing.wait(60.0)
+    assert written.offer(chunk_write(arena, 2))
+    assert not written.offer(chunk_write(arena, 3, 2 * NUM_TOKENS))
+    assert written.num_backlog == 1
+    may_go_on.set()
+    assert written.flush(LONG_MS)
+    assert counters.counts()[Count.CHUNKS_WRITTEN] == 2
+    assert counters.counts()[Count.WRITES_DROPPED] == 1
+    written.close()
+
+
+def test_layers_and_manifest_expire_together(server: RedisServer, arena: Arena) -> None:
+    def wait() -> bool:
+        time.sleep(0.2)  # a slow link
+        return False
+
+    written, _ = write_behind(server, arena, reads_are_under_way=wait, ttl_s=100.0)
+    assert written.offer(chunk_write(arena, 1))
+    assert written.flush(LONG_MS)
+    client = server.client()
+    expiries = [client.pexpiretime(name) for name in chunk_names("cachesmith", query(1).key, 3)]
+    assert max(expiries) - min(expiries) < 300  # of more than 600 that it took
+    written.close()
+
+
+def test_a_thread_that_can_not_be_started_is_tried_again(
+    server: RedisServer, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = Leases()
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with open_tier(server.url, arena) as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            assert not leases.write(tier, arena, 1)
+            tier.remove(query(1).key)
+        assert leases.released == [1]
+        assert leases.write(tier, arena, 1)
+        assert tier.flush(LONG_MS)
+        assert counted(tier, Count.CHUNKS_WRITTEN) == 1
+
+
+def test_what_is_verified_is_what_is_encoded(arena: Arena) -> None:
+    class Changing(EntryMemory):
+        """Somebody writes to the entry when its checksums have been read."""
+
+        def checksums(self, layer: int) -> bytes:
+            found = super().checksums(layer)
+            self.layer(layer)[:] = bytes(len(self.layer(layer)))
+            return found
+
+    location = arena.fill(1)
+    shape = StoredShape(layout=LAYOUT, num_tokens=NUM_TOKENS, encoding=Encoding.INT8)
+    manifest = Manifest(key=location.key, shape=shape, write_id=WRITE_ID, token_bytes=b"")
+    wanted = _layer_value(arena.entry(location), manifest, 1)
+    assert wanted is not None
+    found = _layer_value(Changing(arena.memory, location, LAYOUT), manifest, 1)
+    assert found is not None and bytes(found[1]) == bytes(wanted[1])
 
 
 def test_readers_and_writers_of_one_chunk(server: RedisServer, arena: Arena) -> None:
