@@ -116,12 +116,16 @@ def test_slots_that_moved_are_found_again(cluster: list[RedisServer], arena: Are
         target = cluster[1].client().execute_command("CLUSTER", "MYID")
         cluster[0].client().flushall()
         with cluster[1].client() as second, cluster[0].client() as first:
+            # else the first node's next message could claim them back
+            second.execute_command("CLUSTER", "BUMPEPOCH")
             for client in (second, first):
                 pipeline = client.pipeline(transaction=False)
                 for slot in range(5461):
                     pipeline.execute_command("CLUSTER", "SETSLOT", slot, "NODE", target)
                 pipeline.execute()
             second.execute_command("CLUSTER", "BUMPEPOCH")
+        for server in cluster:
+            eventually(lambda s=server: _owner_of_slot_0(s) == target)
         moved = [chunk for chunk in CHUNKS if lookup(tier, chunk) == [None]]
         assert moved
         sources = {chunk: arena.fill(chunk) for chunk in moved}
@@ -129,6 +133,12 @@ def test_slots_that_moved_are_found_again(cluster: list[RedisServer], arena: Are
         assert None not in lookup(tier, *CHUNKS)
         assert Miss.SERVER in misses(tier)
         assert counted(tier, Count.CHUNKS_WRITTEN) >= len(CHUNKS) + len(moved)
+
+
+def _owner_of_slot_0(server: RedisServer) -> bytes:
+    slots = server.client().execute_command("CLUSTER", "SLOTS")
+    (owner,) = [holder[2] for start, end, holder, *_ in slots if start <= 0 <= end]
+    return owner
 
 
 def _rewritten(tier: RedisTier, sources: dict[int, ChunkLocation]) -> bool:
