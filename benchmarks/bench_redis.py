@@ -11,21 +11,18 @@ Client and server share the machine's cores, and so does the ceiling's sender.
 
 import mmap
 import select
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import redis
 import torch
 
+from benchmarks.redis_server import is_installed, own_redis
 from benchmarks.report import argument_parser, print_json, print_table, say
 from benchmarks.timing import interleaved_ms, medians, spread
 from kv_tier import ChunkLocation, ChunkQuery, KvLayout
@@ -132,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if args.url is None and shutil.which("redis-server") is None:
+    if args.url is None and not is_installed():
         print("there is no redis-server: nothing to measure")
         print_json("redis", seed=args.seed, results=[])
         return
@@ -303,22 +300,8 @@ def _servers(url: str | None) -> Iterator[dict[str, str]]:
     if url is not None:
         yield {"url": url}
         return
-    with tempfile.TemporaryDirectory(prefix="cs-bench-") as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        path = Path(folder) / "redis.sock"
-        options = ["--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(path)]
-        options += ["--save", "", "--dir", folder]
-        with subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL) as process:
-            try:
-                while not path.is_socket():
-                    if process.poll() is not None:
-                        raise SystemExit("redis-server did not start")
-                    time.sleep(0.01)
-                yield {"tcp": f"redis://127.0.0.1:{port}", "unix": f"unix://{path}"}
-            finally:
-                process.kill()
+    with own_redis() as urls:
+        yield urls
 
 
 if __name__ == "__main__":

@@ -218,6 +218,7 @@ def engine_config(settings: Settings) -> EngineConfig:
             qci_when_peaked=settings.planner.auto_qci_when == "peaked",
         ),
         load_bandwidth_mb_s=engine.load_bandwidth_mb_s,
+        fill_stalls=engine.fill_stalls,
         anchor_text=engine.anchor_text,
         host_tier_dir=str(host.path),
         host_tier_bytes=int(host.capacity_bytes),

@@ -66,6 +66,7 @@ class EngineSection(_Section):
     batch_hold_ms: float = Field(default=50.0, ge=0)
     parking_bytes: ByteSize = ByteSize(1 << 28)  # "256MiB"
     load_bandwidth_mb_s: float | None = Field(default=None, gt=0)
+    fill_stalls: bool = True
     anchor_text: str | None = None
     max_ingest_backlog: int = Field(default=1024, ge=0)
     vllm: dict[str, Any] = Field(default_factory=dict)  # passed to vLLM's engine as they are

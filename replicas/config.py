@@ -25,6 +25,7 @@ class EngineConfig:
     parking_bytes: int = 1 << 28  # host memory for prompts prefilled before KV blocks are free
     auto_rule: AutoRule = field(default_factory=AutoRule)  # for the signal `auto`
     load_bandwidth_mb_s: float | None = None  # emulates a slower store; None: as fast as it is
+    fill_stalls: bool = True  # recompute while stored KV is waited for; False: just wait
     anchor_text: str | None = None  # what chunks are prefilled behind; None: BOS, else EOS
     host_tier_dir: str = ""  # one folder a node, shared by its replicas; empty: no chunk store
     host_tier_bytes: int = 1 << 30

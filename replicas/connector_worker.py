@@ -139,6 +139,7 @@ class WorkerSettings:
     block_size: int
     auto_rule: AutoRule = field(default_factory=AutoRule)
     load_bytes_per_ms: float | None = None  # emulates a slower store; None: as fast as it is
+    fill_stalls: bool = True
 
 
 class _RunningBatch:
@@ -167,6 +168,7 @@ class _RunningBatch:
             arrivals=_arrivals(job, arena, model, settings, clock),
             resolver=None if job.terms is None else _resolver(job.terms, clock),
             auto_rule=settings.auto_rule,
+            fill_stalls=settings.fill_stalls,
         )
         self._sink.open(self._prefill)
         self._steps: Generator[None, None, None] = self._prefill.steps()

@@ -11,7 +11,11 @@ from replicas.attention import SelectedAttention
 from replicas.batch import PackedBatch
 from replicas.model import Hidden, LayerwiseModel
 
-BLOCK_ROWS = 64  # one block through one layer is what a layer that arrives has to wait for
+# One block through one layer is what a layer that arrives has to wait for. Small blocks cost more
+# for each row, so they grow with the front: who has waited long will wait long. Of what is computed
+# at most a third is in a block that is not finished.
+BLOCK_ROWS = 64
+LONGEST_BLOCK_ROWS = 256
 
 
 class FrontFill:
@@ -90,7 +94,9 @@ class FrontFill:
             open_requests,
             key=lambda i: (self.fronts[i] - offsets[i]) / (self._ends[i] - offsets[i]),
         )
-        start, end = self.fronts[idx], min(self.fronts[idx] + BLOCK_ROWS, self._ends[idx])
+        start = self.fronts[idx]
+        num_rows = max(BLOCK_ROWS, min(LONGEST_BLOCK_ROWS, (start - offsets[idx]) // 2))
+        end = min(start + num_rows, self._ends[idx])
         rows = torch.arange(start, end, device=self._model.device)
         positions = self._batch.positions[rows]
         attention = SelectedAttention(

@@ -64,6 +64,7 @@ class ThreePhasePrefill:
 
     arrivals: the transfer of the stored KV; None if all of it is there
     resolver: solves the coverages of requests with a band again; None leaves them as planned
+    fill_stalls: whether waits for stored KV recompute the prompt's front
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ThreePhasePrefill:
         arrivals: LayerArrivals | None = None,
         resolver: CoverageResolver | None = None,
         auto_rule: AutoRule | None = None,
+        fill_stalls: bool = True,
     ) -> None:
         if not 0 <= job.warmup_depth <= model.num_layers:
             raise ValueError(
@@ -91,6 +93,7 @@ class ThreePhasePrefill:
         self._job = job
         self._resolver = resolver
         self._auto_rule = auto_rule or AutoRule()
+        self._fill_stalls = fill_stalls
         self.batch = PackedBatch(job, model.device)
         num_requests = self.batch.num_requests
         self.trace = PrefillTrace(
@@ -116,7 +119,8 @@ class ThreePhasePrefill:
             for piece in self.batch.pieces:  # all of what is stored was computed again
                 self.trace.num_selected[piece.request_idx] += piece.end - piece.start
             return
-        self._walk.start_filling(self._job.warmup_depth, hidden)
+        if self._fill_stalls:
+            self._walk.start_filling(self._job.warmup_depth, hidden)
         while True:
             try:
                 self._resolve({})

@@ -113,6 +113,7 @@ def chunk_reuse_args(config: EngineConfig, keys: KeySpace) -> "AsyncEngineArgs":
         "hold_ms": config.batch_hold_ms,
         "auto_rule": asdict(config.auto_rule),
         "load_bandwidth_mb_s": config.load_bandwidth_mb_s,
+        "fill_stalls": config.fill_stalls,
     }
     transfer = KVTransferConfig(
         kv_connector="CacheSmithConnector",

@@ -54,6 +54,7 @@ class CacheSmithConnector(KVConnectorBase_V1):
     fingerprint, anchor_ids: the fields of the chunk key that vLLM does not know
     slice_layers, idle_slice_layers, hold_ms: see `SliceConfig`
     auto_rule: the fields of `AutoRule`; load_bandwidth_mb_s: of an emulated link, or None
+    fill_stalls: whether waits for stored KV recompute
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class CacheSmithConnector(KVConnectorBase_V1):
             block_size=self._vllm_config.cache_config.block_size,
             auto_rule=AutoRule(**extra["auto_rule"]),
             load_bytes_per_ms=None if bandwidth is None else bandwidth * 1e3,
+            fill_stalls=extra["fill_stalls"],
         )
         arena = ArenaView(self._directory, self._layout)
         if model.device.type == "cuda":  # copies to the GPU are faster from page-locked memory

@@ -10,6 +10,7 @@ from typing import Any
 
 from kv_tier.host_tier import HostTier, HostTierConfig
 from kv_tier.keys import KeySpace, model_fingerprint
+from kv_tier.redis.link import LinkLimit
 from planner.clock import Clock, MonotonicClock
 from planner.cost_model import CostModel
 from planner.policies import FULL_PREFILL
@@ -215,6 +216,12 @@ class VllmEngine:
             return self._remote.link
         limit_mb_s = self._config.load_bandwidth_mb_s
         return None if limit_mb_s is None else Link(bytes_per_ms=limit_mb_s * 1e3)
+
+    def emulate_link(self, limit: LinkLimit | None) -> None:
+        """From now on another link to Redis, for experiments. Raises ValueError without Redis."""
+        if self._remote is None:
+            raise ValueError("there is no Redis, and so no link")
+        self._remote.tier.emulate(limit)
 
     @property
     def machine(self) -> dict[str, Any]:

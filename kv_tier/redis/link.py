@@ -24,10 +24,18 @@ class LinkLimit:
 class EmulatedLink:
     """Says when a value would have come over the limited link. Thread-safe."""
 
-    def __init__(self, limit: LinkLimit) -> None:
-        self._limit = limit
+    def __init__(self, limit: LinkLimit | None = None) -> None:
+        """limit: None for a link that holds nothing back"""
+        self._limit = limit or LinkLimit()
         self._lock = threading.Lock()
         self._free_at_s = 0.0
+
+    def replace(self, limit: LinkLimit | None) -> None:
+        """From now on another link, with nothing on it yet. Values that were given their time
+        keep it."""
+        with self._lock:
+            self._limit = limit or LinkLimit()
+            self._free_at_s = 0.0
 
     def arrives_at_s(self, requested_at_s: float, num_bytes: int) -> float:
         """Takes the link for the value's transfer, behind those that took it before."""

@@ -21,7 +21,7 @@ from kv_tier.redis.fetch import (
     check_fetch,
     deadline_from_now_s,
 )
-from kv_tier.redis.link import EmulatedLink, LinkMeter, LinkSpeed
+from kv_tier.redis.link import EmulatedLink, LinkLimit, LinkMeter, LinkSpeed
 from kv_tier.redis.lookup import ManifestLookup, as_miss
 from kv_tier.redis.misses import IS_DAMAGE
 from kv_tier.redis.node import RedisNode
@@ -58,7 +58,7 @@ class RedisTier:
         self._arena = arena
         self._counters = Counters()
         self._meter = LinkMeter()
-        self._link = None if config.limit is None else EmulatedLink(config.limit)
+        self._link = EmulatedLink(config.limit)
         topology = RedisTopology(config)
         self._directory = NodeDirectory(config, topology, on_gone=self._node_gone)
         self._writer = WriteBehind(
@@ -146,6 +146,10 @@ class RedisTier:
 
     def speed(self) -> LinkSpeed:
         return self._meter.speed()
+
+    def emulate(self, limit: LinkLimit | None) -> None:
+        """Another link than `config.limit`, for values that have not come yet; None: no limit."""
+        self._link.replace(limit)
 
     def stats(self) -> RedisTierStats:
         nodes = self._directory.nodes()

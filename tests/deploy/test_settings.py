@@ -241,6 +241,12 @@ def test_a_link_is_emulated_with_redis_or_without_it(config_file):
         engine_config(load_settings(config_file=config_file(both)))
 
 
+def test_waits_for_stored_kv_are_used_unless_the_settings_say_otherwise(config_file):
+    assert engine_config(load_settings()).fill_stalls
+    path = config_file({"engine": {"fill_stalls": False}})
+    assert not engine_config(load_settings(config_file=path)).fill_stalls
+
+
 @pytest.mark.parametrize("token", ["", "two words", "ümlaut", "a\tb"])
 def test_an_admin_token_that_fits_no_header_is_refused_unshown(config_file, token: str):
     path = config_file({"http": {"admin_token": token}})

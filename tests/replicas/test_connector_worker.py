@@ -393,6 +393,18 @@ def test_a_slow_link_is_waited_for_and_the_wait_is_used(tier, model):
     assert_exact(model, tokens, [3, 4])
 
 
+def test_a_wait_is_not_used_where_the_settings_say_so(tier, model):
+    side = worker_side(tier, model, clock=SteppingClock(), load_bytes_per_ms=1e3, fill_stalls=False)
+    chunk = random_tokens(random.Random(7), 20, 20)
+    location = stored_chunk(side, tier, chunk)
+    segment = Segment(kind=SegmentKind.CHUNK, start=2, end=22, location=location)
+    tokens = [*KEYS.anchor_ids, *chunk, 7, 8, 9]
+    run(side, batch(job("r", tokens, [3, 4], segments=[segment], coverage=0.0)))
+    told = side.take_report().jobs["r"]
+    assert told.num_filled == told.num_selected == 0
+    assert told.timings.fill_ms == 0.0 and told.timings.stall_ms > 0
+
+
 def test_open_coverages_are_solved_for_the_batchs_deadline(tier, model):
     clock = FakeClock()
     side = worker_side(tier, model, clock=clock)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from planner.types import Signal
 from replicas import front_fill
 from replicas.arrivals import PacedArrivals
+from replicas.batch import BatchJob, PackedBatch
 from replicas.parking import FirstTokenSampling, ParkOrder
 from replicas.phase_clock import Phase
 from tests.fakes.fake_clock import FakeClock
@@ -134,6 +136,41 @@ def test_a_wait_that_is_long_enough_recomputes_everything(model, signal):
     assert arrivals.waits == 0  # when nothing is left to recompute, nothing stored is needed
     totals = trace.clock.totals_s()
     assert totals[Phase.FILL] > 0 and Phase.STALL not in totals
+
+
+def test_blocks_grow_with_the_front_and_stay_exact(model, monkeypatch):
+    monkeypatch.setattr(front_fill, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(front_fill, "LONGEST_BLOCK_ROWS", 16)
+    rng, source = random.Random(8), MemorySource()
+    chunks = [random_tokens(rng, 30, 30) for _ in range(3)]
+    job = make_job(model, source, [], chunks, [5, 6], coverage=0.0, anchor=ANCHOR)
+    made = BatchJob(batch_id=1, signal=Signal.KV_DEV, warmup_depth=0, probe_len=1, jobs=[job])
+    batch = PackedBatch(made, model.device)
+    fronts = [0]
+    with torch.inference_mode():
+        fill = front_fill.FrontFill(model, batch, 0, model.embed(batch.token_ids))
+        while fill.has_work:
+            fill.step()
+            fronts += [fill.fronts[0]] if fill.fronts[0] > fronts[-1] else []
+    sizes = [end - start for start, end in pairwise(fronts)]
+    assert sizes == [4, 4, 4, 6, 9, 13, 16, 16, 16, 3]  # half of the front, within 4 and 16
+    filled = [fill.between(layer, 0, 0, fronts[-1]) for layer in range(model.num_layers)]
+    assert worst_difference(filled, full_kv(model, job.token_ids)) < TOLERANCE
+
+
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_a_wait_that_is_not_filled_changes_nothing_either(model, signal):
+    rng, source = random.Random(7), MemorySource()
+    jobs = ragged_jobs(model, source, rng, [0.3, 0.3])
+    plain, plain_trace = run(model, source, jobs, signal, 1, 1)
+    arrivals = LateLayers(13)
+    waited, trace = run(model, source, jobs, signal, 1, 1, arrivals=arrivals, fill_stalls=False)
+    for a, b in zip(plain, waited, strict=True):
+        assert worst_difference(a, b) == 0.0
+    assert trace.num_selected == plain_trace.num_selected and trace.num_filled == [0, 0]
+    assert arrivals.waits > 0
+    totals = trace.clock.totals_s()
+    assert Phase.FILL not in totals and totals[Phase.STALL] > 0
 
 
 def test_without_a_wait_nothing_changes(model):

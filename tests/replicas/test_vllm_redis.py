@@ -61,7 +61,7 @@ class Nodes:
     def pace(self, limit=FAST):
         """How fast both nodes' links are from now on."""
         for engine in self.engines:
-            engine._remote.tier._link._limit = limit
+            engine.emulate_link(limit)
 
     async def forget(self):
         """Nothing is stored anywhere, and every connection is good."""

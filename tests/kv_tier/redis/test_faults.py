@@ -247,6 +247,20 @@ def test_a_slow_link_costs_time_and_is_measured(server: RedisServer) -> None:
         assert 0.0 < tier.speed().bytes_per_ms < 1.1 * limit.bytes_per_ms
 
 
+def test_another_link_can_be_emulated_while_layers_are_on_their_way(server: RedisServer) -> None:
+    arena = large_arena()
+    with open_tier(server.url, arena) as tier, bounded():
+        write(tier, arena, 1, num_tokens=LARGE_TOKENS)
+        tier.emulate(LinkLimit(bytes_per_ms=20_000.0))
+        started_s = time.monotonic()
+        assert fetch_large(tier, arena, lambda chunk, layer: None).is_complete
+        slow_s = time.monotonic() - started_s
+        assert slow_s * 1e3 > 0.9 * counted(tier, Count.BYTES_READ) / 20_000.0
+        started_s = time.monotonic()
+        chunk = fetch_large(tier, arena, lambda chunk, layer: tier.emulate(None))
+        assert chunk.is_complete and time.monotonic() - started_s < slow_s
+
+
 def test_a_link_too_slow_for_the_deadline_is_a_miss(server: RedisServer) -> None:
     arena = large_arena()
     limit = LinkLimit(bytes_per_ms=100.0)

@@ -82,6 +82,16 @@ def test_the_emulated_link_is_shared_and_its_latency_overlaps() -> None:
     assert math.isclose(link.arrives_at_s(11.0, 1000), 11.015)
 
 
+def test_an_emulated_link_is_replaced_by_an_empty_one() -> None:
+    link = EmulatedLink(LinkLimit(bytes_per_ms=1.0))
+    assert math.isclose(link.arrives_at_s(10.0, 5000), 15.0)
+    link.replace(LinkLimit(bytes_per_ms=100.0, latency_ms=5.0))
+    assert math.isclose(link.arrives_at_s(11.0, 1000), 11.015)
+    link.replace(None)
+    assert link.arrives_at_s(11.0, 1000) == 11.0
+    assert EmulatedLink().arrives_at_s(7.0, 1000) == 7.0
+
+
 @pytest.mark.parametrize(
     "change",
     [
