@@ -35,6 +35,7 @@ _HOST: tuple[tuple[type[Family], str, str, Callable[[TierStats], float]], ...] =
 _REDIS: tuple[tuple[type[Family], str, str, Callable[[RedisReport], float]], ...] = (
     (COUNTER, "redis_lookup_hits", "Chunks found whole", _count("lookup_hits")),
     (COUNTER, "redis_chunks_read", "Chunks read", _count("chunks_read")),
+    (COUNTER, "redis_read_ms", "Fetch to last layer, of these chunks", _count("read_ms")),
     (COUNTER, "redis_read_bytes", "Bytes of layers that verified", _count("bytes_read")),
     (COUNTER, "redis_chunks_written", "Chunks written", _count("chunks_written")),
     (COUNTER, "redis_written_bytes", "Bytes of their layers", _count("bytes_written")),

@@ -17,6 +17,7 @@ class Count(StrEnum):
     LAYERS_READ = "layers_read"  # verified, in the arena
     BYTES_READ = "bytes_read"  # of those layers' values, as they are in Redis
     CHUNKS_READ = "chunks_read"  # all layers that were wanted
+    READ_MS = "read_ms"  # from the fetch to the last layer, of each of these chunks
     CHUNKS_WRITTEN = "chunks_written"
     BYTES_WRITTEN = "bytes_written"
     WRITES_NOT_NEEDED = "writes_not_needed"  # another node had written the chunk

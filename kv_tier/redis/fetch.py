@@ -66,6 +66,12 @@ class ChunkFetch:
         self._miss: Miss | None = None
         self._is_quiet = False
         self.stopped = threading.Event()  # complete or missed
+        self._started_s = time.monotonic()
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Since the fetch began."""
+        return (time.monotonic() - self._started_s) * 1e3
 
     @property
     def location(self) -> ChunkLocation:

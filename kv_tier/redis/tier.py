@@ -228,6 +228,7 @@ class RedisTier:
     def _count(self, chunk: ChunkFetch) -> None:
         if chunk.miss is None:
             self._counters.add(Count.CHUNKS_READ)
+            self._counters.add(Count.READ_MS, round(chunk.elapsed_ms))
             return
         self._counters.miss(chunk.miss)
         if chunk.miss in IS_DAMAGE:

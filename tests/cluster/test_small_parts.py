@@ -150,7 +150,7 @@ def host_stats(**changes: int) -> TierStats:
 
 REDIS = RedisReport(
     counts={
-        "lookup_hits": 9, "chunks_read": 8, "bytes_read": 800, "chunks_written": 6,
+        "lookup_hits": 9, "chunks_read": 8, "read_ms": 64, "bytes_read": 800, "chunks_written": 6,
         "bytes_written": 600, "writes_dropped": 3, "writes_failed": 1, "chunks_removed": 2,
     },
     misses={"absent": 4, "deadline": 1},
@@ -195,6 +195,7 @@ def test_metrics_show_the_tiers_as_they_are_reported():
         'cachesmith_redis_misses_total{reason="absent",replica="r1"} 4.0',
         'cachesmith_redis_misses_total{reason="deadline",replica="r1"} 1.0',
         'cachesmith_redis_chunks_read_total{replica="r1"} 8.0',
+        'cachesmith_redis_read_ms_total{replica="r1"} 64.0',
         'cachesmith_redis_read_bytes_total{replica="r1"} 800.0',
         'cachesmith_redis_chunks_written_total{replica="r1"} 6.0',
         'cachesmith_redis_written_bytes_total{replica="r1"} 600.0',
