@@ -66,6 +66,7 @@ def running_server(
     if owns_ray:
         settings = _for_this_machine(settings, model_dir)
     check_host_tier(settings, model_dir)
+    _tell_redis(settings, progress)
     progress("starting Ray" if owns_ray else f"joining Ray at {ray_address}")
     started = time.monotonic()
     try:
@@ -131,6 +132,22 @@ def _with_profile(settings: Settings, model_dir: Path, progress: Progress) -> Se
     found = settings.planner.profile or find_profile(settings.model.name_or_dir) or NO_PROFILE
     planner = settings.planner.model_copy(update={"profile": str(found)})
     return settings.model_copy(update={"planner": planner})
+
+
+def _tell_redis(settings: Settings, progress: Progress) -> None:
+    """Whether Redis answers. If it does not, everything works without it until it does."""
+    config = settings.kv_tier.redis.config()
+    if config is None:
+        return
+    from replicas.cache_types import CacheError
+    from replicas.redis_admin import RedisAdmin
+
+    try:
+        RedisAdmin(config).ping()
+    except CacheError as exc:
+        progress(f"kv_tier.redis: {exc}; serving without it until it answers")
+    else:
+        progress("Redis answers: chunks are shared through it")
 
 
 def _resolve(settings: Settings, progress: Progress) -> Path:

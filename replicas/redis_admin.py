@@ -36,6 +36,11 @@ class RedisAdmin:
         self._config = replace(config, connect_deadline_ms=patience_ms)
         self._prefix = config.key_prefix
 
+    def ping(self) -> None:
+        """Raises CacheUnavailableError, with the reason, if Redis can not be used."""
+        with self._asked() as client:
+            client.ping()
+
     def keys(self) -> RedisKeys:
         with self._asked() as client:
             stats = operations.stats(client, self._prefix)
