@@ -25,6 +25,7 @@ from cluster.messages import (
 from cluster.prompt import Prompt
 from kv_tier.keys import content_id
 from planner import (
+    FULL_PREFILL,
     ChunkRef,
     Clock,
     EngineInfo,
@@ -198,9 +199,10 @@ class Gateway:
         outcome = RequestOutcome(outcome="error", policy=job.policy)
         retries = 0
         try:
+            are_shared = await self._are_shared(job)
             while True:
                 ticket_id = f"{request_id}-{retries}"
-                ticket = await self._admit(job, ticket_id)
+                ticket = await self._admit(job, ticket_id, are_shared)
                 outcome = replace(outcome, queue_ms=ticket.queue_ms)
                 answered = False
                 try:
@@ -245,14 +247,13 @@ class Gateway:
 
     async def _are_shared(self, job: Job) -> list[bool]:
         chunks = job.prompt.chunks
-        if self._shared is None:
+        if self._shared is None or job.policy == FULL_PREFILL:
             return [False] * len(chunks)
         status = self._scheduler.status
         info = status.ready[0].info if status and status.ready else None
         return await self._shared.are_shared(chunks, cache_salt=job.cache_salt, info=info)
 
-    async def _admit(self, job: Job, ticket_id: str) -> Ticket:
-        are_shared = await self._are_shared(job)
+    async def _admit(self, job: Job, ticket_id: str, are_shared: Sequence[bool]) -> Ticket:
         profile = RequestProfile(
             request_id=ticket_id,
             num_prefix_tokens=len(job.prompt.prefix_ids),

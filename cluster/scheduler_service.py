@@ -303,6 +303,7 @@ class SchedulerService:
             free_kv_tokens=(info.kv_capacity_tokens if leases else whole) - used,
             parking_tokens=info.parking_tokens,
             resident=self._residency.of(report.node_id) if reuse else frozenset[str](),
+            can_load=report.load.can_load,
             node_id=report.node_id,
             busy_until_ms=max(now_ms, *in_prefill) if in_prefill else None,
             max_kv_tokens=whole,

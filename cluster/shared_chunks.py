@@ -13,7 +13,8 @@ from planner import EngineInfo
 
 log = logging.getLogger(__name__)
 
-MAX_LOOKUPS = 4  # at the same time
+MAX_LOOKUPS = 16  # at the same time
+_PATIENCE_MS = 50.0  # over a lookup's deadline, for a thread
 
 
 class SharedChunks:
@@ -29,10 +30,11 @@ class SharedChunks:
     ) -> list[bool]:
         """In the order of the chunks; all False while no replica says what it stores.
 
-        Takes at most the lookup deadline.
+        Takes little more than the lookup deadline at most: what is not known then is not shared.
         """
+        nothing = [False] * len(chunks)
         if info is None or not info.num_kv_heads or not chunks:
-            return [False] * len(chunks)
+            return nothing
         keys, tier = self._tier_of(info)
 
         def look_up() -> list[bool]:
@@ -42,11 +44,15 @@ class SharedChunks:
             ]
             return [manifest is not None for manifest in tier.lookup(queries)]
 
+        timeout_s = (self._config.lookup_deadline_ms + _PATIENCE_MS) / 1e3
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, look_up)
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.get_running_loop().run_in_executor(self._pool, look_up)
+        except TimeoutError:
+            log.warning("shared_lookup_late")
         except Exception:  # a plan without it is only more careful
             log.exception("shared_lookup_failed")
-            return [False] * len(chunks)
+        return nothing
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -20,6 +20,7 @@ from cluster.config import (
 )
 from deploy.profiles import NO_PROFILE, find_profile
 from deploy.settings import PlannerSection, Settings, SettingsError
+from kv_tier.redis.config import RedisTierConfig
 from planner import (
     STATIC_POLICIES,
     AutoRule,
@@ -225,9 +226,17 @@ def engine_config(settings: Settings) -> EngineConfig:
         host_tier_watermarks=(host.low_watermark, host.high_watermark),
         host_tier_eviction=host.eviction,
         max_ingest_backlog=engine.max_ingest_backlog,
-        redis=settings.kv_tier.redis.config(),
+        redis=redis_config(settings),
         vllm=engine.vllm,
     )
+
+
+def redis_config(settings: Settings) -> RedisTierConfig | None:
+    """What waits to be written can not be evicted from the host tier: a quarter of it at most."""
+    config, tier = settings.kv_tier.redis.config(), settings.kv_tier
+    if config is None or tier.redis.write_backlog_bytes is not None:
+        return config
+    return replace(config, write_backlog_bytes=int(tier.host.capacity_bytes) // 4)
 
 
 def build_engine(config: EngineConfig) -> RagEngine:

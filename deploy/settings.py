@@ -168,7 +168,7 @@ class RedisSection(_Section):
     connect_deadline_ms: float = Field(default=500.0, gt=0)
     breaker_failures: Positive = 3
     probe_interval_ms: float = Field(default=500.0, gt=0)
-    write_backlog_bytes: ByteSize = ByteSize(1 << 30)
+    write_backlog_bytes: ByteSize | None = None  # unset: a quarter of the host tier
     limit_gb_per_s: float | None = Field(default=None, gt=0)
     limit_latency_ms: float = Field(default=0.0, ge=0)
 
@@ -183,7 +183,7 @@ class RedisSection(_Section):
             return None
         from kv_tier.redis import Encoding, LinkLimit, RedisTierConfig  # brings torch
 
-        values = self.model_dump(exclude={"limit_gb_per_s", "limit_latency_ms"})
+        values = self.model_dump(exclude={"limit_gb_per_s", "limit_latency_ms"}, exclude_none=True)
         password = self.sentinel_password
         limit = None
         if self.limit_gb_per_s is not None or self.limit_latency_ms:

@@ -131,14 +131,15 @@ def evict_ahead(tx: Connection, free_bytes: int, eviction: Eviction) -> None:
 
 def drop_owner(tx: Connection, owner_id: str) -> None:
     """End what an owner holds: its leases, and what it was writing."""
-    held = tx.execute(
-        "SELECT entry_id FROM leases WHERE owner_id = :id"
-        " UNION SELECT entry_id FROM reservations WHERE owner_id = :id",
-        {"id": owner_id},
+    held = tx.execute("SELECT entry_id FROM leases WHERE owner_id = ?", (owner_id,)).fetchall()
+    written = tx.execute(
+        "SELECT entry_id FROM reservations WHERE owner_id = ?", (owner_id,)
     ).fetchall()
     tx.execute("DELETE FROM leases WHERE owner_id = ?", (owner_id,))
     tx.execute("DELETE FROM reservations WHERE owner_id = ?", (owner_id,))
     tx.execute("DELETE FROM owners WHERE owner_id = ?", (owner_id,))
+    for (entry_id,) in written:
+        retire(tx, entry_id)
     for (entry_id,) in held:
         free_if_unused(tx, entry_id)
 

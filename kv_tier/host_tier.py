@@ -216,7 +216,7 @@ class HostTier:
         with self._db.transaction() as tx:
             entry_id = _end_reservation(tx, reservation)
             if entry_id is not None:
-                entry_table.free_if_unused(tx, entry_id)
+                entry_table.retire(tx, entry_id)  # its key is free, whoever still reads it
 
     def release(self, leases: Iterable[Lease]) -> None:
         with self._db.transaction() as tx:
@@ -369,7 +369,9 @@ class HostTier:
         free_bytes = num_free_bytes(tx) - (extent_bytes if offset is None else 0)
         if offset is None and entry_table.evict_for(tx, extent_bytes, self.config.eviction):
             offset = take_extent(tx, extent_bytes)
-        if offset is not None and free_bytes < self._share(1.0 - self.config.high_watermark):
+        high_watermark = self.config.high_watermark
+        is_high = high_watermark < 1.0 and free_bytes < self._share(1.0 - high_watermark)
+        if offset is not None and is_high:
             wanted_bytes = self._share(1.0 - self.config.low_watermark)
             entry_table.evict_ahead(tx, wanted_bytes, self.config.eviction)
         return offset

@@ -71,13 +71,14 @@ CREATE TABLE changes (seq INTEGER PRIMARY KEY, content_id TEXT NOT NULL, added I
 
 
 class IndexDb:
-    """A connection to one index file, used by one thread at a time."""
+    """Two connections to one index file, each used by one thread at a time: who only reads does not
+    wait for who waits to write."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._connection = _connect(path)
+        self._writer = _Connection(path)
+        self._reader = _Connection(path)
 
     def create(self, identity: dict[str, Any], *, capacity_bytes: int, first_seq: int) -> None:
         """Fill a new file: an empty arena of one free extent. All or nothing.
@@ -106,27 +107,28 @@ class IndexDb:
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Read and write alone, over all processes; nothing is kept if the body raises."""
-        with self._begun("BEGIN IMMEDIATE") as tx:
+        with self._begun(self._writer, "BEGIN IMMEDIATE") as tx:
             yield tx
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
         """Read one consistent state, without stopping writers."""
-        with self._begun("BEGIN") as tx:
+        with self._begun(self._reader, "BEGIN") as tx:
             yield tx
 
     def close(self) -> None:
-        with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+        for held in (self._writer, self._reader):
+            with held.lock:
+                if held.connection is not None:
+                    held.connection.close()
+                    held.connection = None
 
     @contextmanager
-    def _begun(self, begin: str) -> Iterator[sqlite3.Connection]:
+    def _begun(self, held: "_Connection", begin: str) -> Iterator[sqlite3.Connection]:
         if os.getpid() != self._pid:
             raise ArenaUnavailableError(f"the index {self._path} was opened before a fork")
-        with self._lock:
-            connection = self._connection
+        with held.lock:
+            connection = held.connection
             if connection is None:
                 raise ArenaUnavailableError(f"the index {self._path} was closed")
             try:
@@ -138,6 +140,14 @@ class IndexDb:
             finally:
                 if connection.in_transaction:
                     connection.rollback()
+
+
+class _Connection:
+    """None once it was closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.lock = threading.Lock()
+        self.connection: sqlite3.Connection | None = _connect(path)
 
 
 def _connect(path: Path) -> sqlite3.Connection | None:

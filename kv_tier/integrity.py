@@ -12,9 +12,6 @@ _NO_ROWS = {
     "lease without an entry": (
         "SELECT lease_id FROM leases WHERE entry_id NOT IN (SELECT entry_id FROM entries)"
     ),
-    "lease on an entry that is being written": (
-        "SELECT lease_id FROM leases JOIN entries USING (entry_id) WHERE state = 0"
-    ),
     "lease of an unknown owner": (
         "SELECT lease_id FROM leases WHERE owner_id NOT IN (SELECT owner_id FROM owners)"
     ),

@@ -39,6 +39,7 @@ class ReplicaState:
     free_kv_tokens: int  # in KV blocks; negative when prompts are parked
     parking_tokens: int = 0  # room in host memory for prompts that are prefilled without blocks
     resident: Set[str] = field(default_factory=frozenset)  # chunk ids hot on its node
+    can_load: bool = True  # what every node can load
     node_id: str = ""  # whose chunks `resident` are; empty: a node of its own
     busy_until_ms: float | None = None  # when its prefill should be over, of the clock; None: idle
     max_kv_tokens: int | None = None  # what `free_kv_tokens` is without any request; None: unknown
@@ -125,10 +126,20 @@ class SloScheduler(Protocol):
         ...
 
 
-def request_shape(profile: RequestProfile, resident: Set[str]) -> PrefillShape:
-    """Split a request's tokens by what the replica's node has in its store, or can load there."""
-    chunks = profile.chunks
-    cached = sum([c.num_tokens for c in chunks if c.is_shared or c.chunk_id in resident])
+def request_shape(
+    profile: RequestProfile, resident: Set[str], *, can_load: bool = True
+) -> PrefillShape:
+    """Split a request's tokens by what the replica's node has in its store, or can load there.
+
+    can_load: whether the replica reaches what every node can load
+    """
+    cached = sum(
+        [
+            c.num_tokens
+            for c in profile.chunks
+            if (can_load and c.is_shared) or c.chunk_id in resident
+        ]
+    )
     return PrefillShape(num_cached=cached, num_always=profile.num_prompt_tokens - cached)
 
 
@@ -146,7 +157,7 @@ def plan_input(profile: RequestProfile, replica: ReplicaState) -> PlanInput:
             config=STATIC_POLICIES[FULL_PREFILL],
             num_context_tokens=profile.num_context_tokens,
         )
-    shape = request_shape(profile, replica.resident)
+    shape = request_shape(profile, replica.resident, can_load=replica.can_load)
     return PlanInput(
         shape=shape,
         policy=profile.policy,

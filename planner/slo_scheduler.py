@@ -260,7 +260,10 @@ class CacheSmithScheduler:
             has_shared = any(chunk.is_shared for chunk in profile.chunks)
             for node, r in self._replicas.nodes.items():
                 hot[node] = hot_tokens(profile, r.resident)
-                num = request_shape(profile, r.resident).num_cached if has_shared else hot[node]
+                num = hot[node]
+                if has_shared:
+                    shape = request_shape(profile, r.resident, can_load=r.can_load)
+                    num = shape.num_cached
                 stored = max(stored, num)
         if profile.num_context_tokens and hot:
             share = stored / profile.num_context_tokens

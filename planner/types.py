@@ -285,3 +285,4 @@ class EngineLoad:
     num_waiting: int
     num_ingest_backlog: int
     loaded_share: float = 1.0  # of stored tokens, those that come over the engine's link
+    can_load: bool = True  # what every node can load

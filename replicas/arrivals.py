@@ -160,4 +160,8 @@ class ArenaArrivals:
         if arrival is Arrival.WHOLE:
             self._whole.add(location.key)
             return False
-        return is_late or arrival is Arrival.GONE
+        if not is_late and arrival is Arrival.ARRIVING:
+            return False
+        # its first layers come last, and nobody needs them
+        needed = range(self._first_layer, self._arena.layout.num_layers)
+        return not all(self._is_there(location, layer) for layer in needed)

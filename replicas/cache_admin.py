@@ -41,7 +41,15 @@ _FLUSH_MS = 2000.0  # for the chunk that is being written when the backlog is dr
 class CacheAdmin:
     """`CacheOperations` on a node's host tier and on Redis, each None where there is none."""
 
-    def __init__(self, tier: HostTier | None, remote: RedisTier | None = None) -> None:
+    def __init__(
+        self,
+        tier: HostTier | None,
+        remote: RedisTier | None = None,
+        *,
+        forget: Callable[[str | None], None] = lambda _: None,
+    ) -> None:
+        """forget: that a chunk was missed, or any; called on the event loop"""
+        self._forget = forget
         self._tier = tier
         self._remote = remote
         self._is_verifying = False
@@ -71,6 +79,7 @@ class CacheAdmin:
         )
 
     async def discard(self, chunk_id: str) -> bool:
+        self._forget(chunk_id)
         host, remote = self._tier, self._remote
 
         def run() -> bool:
@@ -88,6 +97,7 @@ class CacheAdmin:
         return await _in_thread(lambda: redis.remove(chunk_id))
 
     async def clear_host(self) -> int:
+        self._forget(None)
         host = self._tier
         if host is None:
             return 0

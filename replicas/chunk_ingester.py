@@ -93,6 +93,15 @@ class ChunkIngester:
             self._backlog.popitem(last=False)
         self._wake.set()
 
+    def forget(self, chunk_id: str | None = None) -> None:
+        """Do not compute this missed chunk when idle, or any of them: it was deleted."""
+        kept = {} if chunk_id is None else self._backlog
+        self._backlog = OrderedDict(
+            (key, wanted)
+            for key, wanted in kept.items()
+            if content_id(wanted.token_ids, cache_salt=wanted.cache_salt) != chunk_id
+        )
+
     async def run(self) -> None:
         """Work on the backlog until cancelled, or until the engine is dead."""
         while True:
@@ -148,7 +157,7 @@ class ChunkIngester:
         try:
             stored = await self._compute(key, wanted)
         except ValueError:
-            if self._remote is None or not self._remote.make_room():
+            if self._remote is None or not await self._remote.make_room():
                 raise
             stored = await self._compute(key, wanted)
         self._keep(wanted, key)

@@ -219,7 +219,11 @@ class _RunningBatch:
                 for s in request.segments
                 if s.location is not None and s.location.key in self._source.damaged
             ),
-            missed=sorted(trace.missed),
+            missed=sorted(
+                s.location.key
+                for s in request.segments
+                if s.location is not None and s.location.key in trace.missed
+            ),
             batch_size=len(self.job.jobs),
             timings=timings,
             first_token=first_token,

@@ -212,7 +212,7 @@ class ThreePhasePrefill:
         probed = [
             i
             for i, coverage in enumerate(self.trace.coverages)
-            if can_rank and 0.0 < coverage < 1.0 and len(self.batch.candidates[i]) > 0
+            if can_rank and 0.0 < coverage < 1.0 and self._has_unfilled(i)
         ]
         probe = Probe(
             self._walk,
@@ -226,6 +226,10 @@ class ThreePhasePrefill:
         if probed:
             rankings = yield from probe.rank(job.signal, self._auto_rule)
         return rankings, probe.fresh
+
+    def _has_unfilled(self, request_idx: int) -> bool:
+        """Whether stored rows are left behind what a wait has recomputed."""
+        return len(self._walk.behind_front(request_idx, self.batch.candidates[request_idx])) > 0
 
     def select(self, rankings: dict[int, Ranking]) -> list[Tensor]:
         """The rows of each request that Patch recomputes, besides those without stored KV."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 from kv_tier.arena_view import ArenaView
@@ -25,8 +26,8 @@ from replicas.segment_keys import segment_queries
 log = logging.getLogger(__name__)
 
 ASSUMED_BYTES_PER_MS = 1e6  # of a link that nothing has come over yet
-MAX_LOOKUPS = 4  # at the same time
 _POLL_S = 0.002
+_PATIENCE_MS = 100.0  # over a lookup's deadline, for threads and the arena's index
 
 
 class HeldChunks:
@@ -34,6 +35,7 @@ class HeldChunks:
 
     def __init__(self, chunks: Iterable[ArrivingChunk] = ()) -> None:
         self._chunks = tuple(chunks)
+        self.keys = frozenset(chunk.location.key for chunk in self._chunks)
 
     def release(self, *, is_wanted: bool = True) -> None:
         """Its prefill is done, or it has gone. May be called twice."""
@@ -45,8 +47,15 @@ class RemoteChunks:
     """Chunks in Redis, for one engine; all but `close` on the event loop."""
 
     def __init__(
-        self, config: RedisTierConfig, host: HostTier, keys: KeySpace, clock: Clock
+        self,
+        config: RedisTierConfig,
+        host: HostTier,
+        keys: KeySpace,
+        clock: Clock,
+        *,
+        max_lookups: int,
     ) -> None:
+        """max_lookups: at the same time"""
         layout = host.config.layout
         self._config = config
         self._host = host
@@ -56,7 +65,7 @@ class RemoteChunks:
         self._view = ArenaView(host.config.directory, layout)
         self.tier = RedisTier(config, layout, memoryview(self._view.mapping.numpy()))
         self._promoter = Promoter(host, self.tier, self._view)
-        self._pool = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="promote")
+        self._pool = ThreadPoolExecutor(max_lookups, thread_name_prefix="promote")
         limit = config.limit
         bytes_per_ms = ASSUMED_BYTES_PER_MS
         if limit is not None:
@@ -69,6 +78,11 @@ class RemoteChunks:
     @property
     def link(self) -> Link:
         return self._tracker.link
+
+    @property
+    def can_load(self) -> bool:
+        """Whether Redis is asked at all."""
+        return not self.tier.nodes_unavailable()
 
     @property
     def loaded_share(self) -> float:
@@ -107,15 +121,23 @@ class RemoteChunks:
         (chunk,) = await self._promote([query], first_layer=0)
         if chunk is None:
             return False
+        # the process that fetches it may have died
+        end_ms = self._clock.now_ms() + self._config.fetch_deadline_ms
         try:
-            while (arrival := self._view.arrival(chunk.location)) is Arrival.ARRIVING:
+            while self._view.arrival(chunk.location) is Arrival.ARRIVING:
+                if self._clock.now_ms() >= end_ms:
+                    return False
                 await asyncio.sleep(_POLL_S)
+            return self._view.arrival(chunk.location) is Arrival.WHOLE
         finally:
             chunk.release()
-        return arrival is Arrival.WHOLE
 
     def keep(self, query: ChunkQuery, *, recompute_ms: float, content_id: str) -> None:
         """Copy a resident chunk to Redis when there is time, unless it is there."""
+        with suppress(RuntimeError):  # closed
+            self._pool.submit(self._keep, query, recompute_ms, content_id)
+
+    def _keep(self, query: ChunkQuery, recompute_ms: float, content_id: str) -> None:
         try:
             lease = self._host.hold(query.key)
         except KvTierError:
@@ -138,9 +160,10 @@ class RemoteChunks:
         for key in keys:
             self.tier.remove(key)
 
-    def make_room(self) -> bool:
+    async def make_room(self) -> bool:
         """Give up what waits to be written: its leases keep the arena full. Whether that helps."""
-        return self.tier.shed_backlog() > 0
+        shed = self.tier.shed_backlog
+        return await asyncio.get_running_loop().run_in_executor(self._pool, shed) > 0
 
     def observe(self, result: PrefillResult) -> None:
         """Let the link follow what a prefill saw of it."""
@@ -149,6 +172,7 @@ class RemoteChunks:
         self._tracker.observe(
             loaded=loaded,
             stored=sum(result.cached_tokens.values()),
+            batch_size=result.batch_size,
             bytes_per_ms=speed.bytes_per_ms if loaded and speed.bytes_per_ms else None,
             latency_ms=speed.latency_ms if loaded and speed.latency_ms else None,
         )
@@ -170,15 +194,24 @@ class RemoteChunks:
                 queries, layers, deadline_ms=self._config.fetch_deadline_ms
             )
 
-        running = asyncio.get_running_loop().run_in_executor(self._pool, promote)
+        nothing: list[ArrivingChunk | None] = [None] * len(queries)
         try:
-            return await asyncio.shield(running)
+            running = asyncio.get_running_loop().run_in_executor(self._pool, promote)
+        except RuntimeError:  # no thread to be had
+            log.exception("nothing is brought in from Redis")
+            return nothing
+        timeout_s = (self._config.lookup_deadline_ms + _PATIENCE_MS) / 1e3
+        try:
+            return await asyncio.wait_for(asyncio.shield(running), timeout_s)
         except asyncio.CancelledError:
             running.add_done_callback(_forget)
             raise
-        except KvTierError:
+        except TimeoutError:
+            running.add_done_callback(_forget)
+            log.warning("a lookup in Redis took more than %.0f ms", timeout_s * 1e3)
+        except Exception:
             log.exception("nothing is brought in from Redis")
-            return [None] * len(queries)
+        return nothing
 
 
 def _forget(running: "asyncio.Future[list[ArrivingChunk | None]]") -> None:

@@ -127,7 +127,13 @@ class VllmEngine:
         )
         if self._tier is not None and self._keys is not None:
             if self._config.redis is not None:
-                self._remote = RemoteChunks(self._config.redis, self._tier, self._keys, self._clock)
+                self._remote = RemoteChunks(
+                    self._config.redis,
+                    self._tier,
+                    self._keys,
+                    self._clock,
+                    max_lookups=self._config.max_num_seqs,
+                )
             self._ingester = ChunkIngester(
                 self._tier,
                 self._keys,
@@ -253,6 +259,7 @@ class VllmEngine:
         try:
             if params is not None and self._remote is not None:
                 params, watch.held = await self._remote.bring(params, request.prompt_ids)
+                watch.brought_ms = watch.elapsed_ms()
             deltas = (
                 self._generate_parked(request, ticket, params, watch)
                 if params is not None and self._has_to_park(request)
@@ -420,6 +427,7 @@ class VllmEngine:
             num_waiting=self._prefilling,
             num_ingest_backlog=self._ingester.num_open if self._ingester else 0,
             loaded_share=self._remote.loaded_share if self._remote is not None else 1.0,
+            can_load=self._remote is None or self._remote.can_load,
         )
 
     # ---- chunks ----
@@ -440,6 +448,7 @@ class VllmEngine:
         entries = self._tier.find(chunk_id) if self._tier else []
         discarded = [self._tier.discard(e.key) for e in entries] if self._tier else []
         if self._remote is not None:
+            self._remote.tier.cancel_writes(chunk_id)
             self._remote.discard(entry.key for entry in entries)
         return any(discarded)
 
@@ -447,8 +456,12 @@ class VllmEngine:
     def cache(self) -> CacheAdmin:
         if self._cache is None:
             remote = None if self._remote is None else self._remote.tier
-            self._cache = CacheAdmin(self._tier, remote)
+            self._cache = CacheAdmin(self._tier, remote, forget=self._forget_missed)
         return self._cache
+
+    def _forget_missed(self, chunk_id: str | None) -> None:
+        if self._ingester is not None:
+            self._ingester.forget(chunk_id)
 
     def tier_report(self) -> TierReport:
         return self.cache.report()
@@ -510,10 +523,15 @@ class VllmEngine:
                 )
             )
         assert self._cost is not None
-        self._cost.observe(ticket, answer.result, watch.first_ms)
+        self._cost.observe(
+            ticket,
+            answer.result,
+            watch.first_ms - watch.brought_ms,
+            has_link=self.link is not None,
+        )
         if self._remote is not None:
             self._remote.observe(answer.result)
-            self._remote.discard(answer.damaged)
+            self._remote.discard(key for key in answer.damaged if key in watch.held.keys)
         return replace(
             answer.result,
             timings=replace(answer.result.timings, first_token_ms=watch.first_ms),
@@ -567,6 +585,7 @@ class _FirstTokenWatch:
         self.started_ms = clock.now_ms()
         self.first_ms: float | None = None  # from then
         self.held = HeldChunks()  # until then
+        self.brought_ms = 0.0  # spent on what is fetched from Redis, before the engine had it
 
     def elapsed_ms(self) -> float:
         return self._clock.now_ms() - self.started_ms

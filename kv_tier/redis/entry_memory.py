@@ -20,6 +20,10 @@ class EntryMemory:
         self.layout = layout
         self._entry = arena[location.offset : location.offset + location.nbytes]
 
+    @property
+    def layer_bytes(self) -> int:
+        return self.layout.layer_bytes(self.location.num_tokens)
+
     def layer(self, layer: int) -> memoryview:
         """K, then V, of all heads: [layer_bytes], contiguous"""
         layout, num_tokens = self.layout, self.location.num_tokens

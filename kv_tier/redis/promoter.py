@@ -3,12 +3,11 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kv_tier.arena_view import ArenaView
 from kv_tier.arrival import Arrival
-from kv_tier.errors import KvTierError
 from kv_tier.keys import token_bytes
 from kv_tier.redis.fetch import ChunkFetch, FetchRequest, deadline_from_now_s
 from kv_tier.redis.remote import RemoteTier
@@ -71,6 +70,7 @@ class Promoter:
         self._starting = threading.Lock()  # from "nobody fetches it" to "it is being fetched"
         self._lock = threading.Lock()
         self._transfers: dict[bytes, _Transfer] = {}
+        self._unended: list[Callable[[], object]] = []
         # The index may be locked for seconds, and who reads layers must not wait for it.
         self._settling = ThreadPoolExecutor(1, thread_name_prefix="promoter")
 
@@ -122,9 +122,16 @@ class Promoter:
         with self._lock:
             for query in queries:
                 transfer = self._transfers.get(query.key)
-                if transfer is not None and transfer.token_bytes == token_bytes(query.token_ids):
+                if transfer is not None and self._can_join(transfer, query):
                     joined[query.key] = self._new_reader(transfer)
         return joined
+
+    def _can_join(self, transfer: _Transfer, query: ChunkQuery) -> bool:
+        if transfer.token_bytes != token_bytes(query.token_ids):
+            return False
+        if transfer.reservation is not None:
+            return transfer.chunk is None or transfer.chunk.miss is None
+        return self._view.arrival(transfer.lease.location) is not Arrival.GONE
 
     def _start(
         self,
@@ -173,14 +180,15 @@ class Promoter:
 
     def _transfer(self, query: ChunkQuery, manifest: Manifest) -> _Transfer | None:
         """One that we reserve, or one to read along with. None if there is no room for it."""
-        reservation = self._host.reserve(
-            query.key,
-            query.token_ids,
-            recompute_ms=manifest.recompute_ms,
-            content_id=manifest.content_id,
-        )
+        reservation = self._reserve(query, manifest)
         if reservation is None:
-            return self._transfer_of_others(query)
+            transfer = self._transfer_of_others(query)
+            # nobody has it: there is no room, perhaps for what waits to be written
+            if transfer is not None or not self._remote.shed_backlog():
+                return transfer
+            reservation = self._reserve(query, manifest)
+            if reservation is None:
+                return None
         lease: Lease | None = None
         try:
             (lease,) = self._host.lease_unfinished([query])
@@ -189,14 +197,27 @@ class Promoter:
                 self._host.abort(reservation)
         return None if lease is None else _Transfer(query, lease, reservation)
 
+    def _reserve(self, query: ChunkQuery, manifest: Manifest) -> Reservation | None:
+        return self._host.reserve(
+            query.key,
+            query.token_ids,
+            recompute_ms=manifest.recompute_ms,
+            content_id=manifest.content_id,
+        )
+
     def _transfer_of_others(self, query: ChunkQuery) -> _Transfer | None:
         for attempt in range(_MARK_TRIES):
             (lease,) = self._host.lease_unfinished([query])
             if lease is None:
                 return None
-            if self._is_coming(lease.location):
+            is_coming = False
+            try:
+                is_coming = self._is_coming(lease.location)
+            finally:
+                if not is_coming:
+                    self._host.release([lease])
+            if is_coming:
                 return _Transfer(query, lease, None)
-            self._host.release([lease])
             if attempt < _MARK_TRIES - 1:
                 time.sleep(_MARK_WAIT_S)
         return None  # it is being computed, which may take long
@@ -211,25 +232,21 @@ class Promoter:
 
     def _quiet(self, transfer: _Transfer, chunk: ChunkFetch) -> None:
         """Nothing writes to its entry any more."""
-        try:
-            self._settling.submit(self._settle, transfer, chunk)
-        except RuntimeError:  # closed, or no thread to be had
-            self._settle(transfer, chunk)
+        self._later(lambda: self._settle(transfer, chunk))
 
     def _settle(self, transfer: _Transfer, chunk: ChunkFetch | None) -> None:
-        assert transfer.reservation is not None
-        try:
-            if chunk is not None and chunk.is_complete:
-                self._host.commit(transfer.reservation)
-            else:
-                self._host.abort(transfer.reservation)
-        except Exception:
-            log.exception("a fetched chunk could not be kept or given up")
+        reservation = transfer.reservation
+        assert reservation is not None
+        if chunk is not None and chunk.is_complete:
+            self._end(lambda: self._host.commit(reservation))
+        else:
+            self._end(lambda: self._host.abort(reservation))
         with self._lock:
             transfer.is_fetched = True
-            is_over = self._forget_if_over(transfer)
+            self._forget(transfer)  # who wants it from now on finds it in the arena, or nowhere
+            is_over = transfer.num_readers == 0
         if is_over:
-            self._release(transfer)
+            self._end(lambda: self._host.release([transfer.lease]))
 
     def _new_reader(self, transfer: _Transfer) -> ArrivingChunk:
         transfer.num_readers += 1
@@ -238,26 +255,38 @@ class Promoter:
     def reader_left(self, transfer: _Transfer, *, is_wanted: bool) -> None:
         with self._lock:
             transfer.num_readers -= 1
-            is_over = self._forget_if_over(transfer)
             is_unread = transfer.num_readers == 0
-        if is_over:
-            self._release(transfer)
+            is_over = transfer.is_fetched and is_unread
+            if is_over:
+                self._forget(transfer)
+        if is_over:  # later: who leaves may be what answers requests, and must not wait
+            self._later(lambda: self._end(lambda: self._host.release([transfer.lease])))
         elif is_unread and not is_wanted and transfer.chunk is not None:
             transfer.chunk.cancel()
 
-    def _forget_if_over(self, transfer: _Transfer) -> bool:
+    def _forget(self, transfer: _Transfer) -> None:
         """The caller holds the lock."""
-        is_over = transfer.is_fetched and transfer.num_readers == 0
         key = transfer.lease.location.key
-        if is_over and self._transfers.get(key) is transfer:
+        if self._transfers.get(key) is transfer:
             del self._transfers[key]
-        return is_over
 
-    def _release(self, transfer: _Transfer) -> None:
+    def _later(self, work: Callable[[], object]) -> None:
         try:
-            self._host.release([transfer.lease])
-        except KvTierError:
-            log.exception("the lease of a promoted chunk could not be released")
+            self._settling.submit(work)
+        except RuntimeError:  # closed, or no thread to be had
+            work()
+
+    def _end(self, ending: Callable[[], object]) -> None:
+        """End a hold on the arena; one that can not be ended now is tried again with the next."""
+        with self._lock:
+            endings, self._unended = [*self._unended, ending], []
+        for end in endings:
+            try:
+                end()
+            except Exception:
+                log.exception("a hold on the arena could not be ended yet")
+                with self._lock:
+                    self._unended.append(end)
 
 
 def _same_tokens(a: ChunkQuery, b: ChunkQuery) -> bool:

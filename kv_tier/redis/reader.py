@@ -204,9 +204,10 @@ class NodeReader:
         chunk.layer_ready(piece.layer)
 
     def _ended(self, piece: Piece, num_bytes: int) -> None:
+        """num_bytes: in Redis; what it is in the arena is what the planner reckons with"""
         if piece.is_awaited:
             piece.is_awaited = False
-            self._meter.ended(num_bytes)
+            self._meter.ended(piece.chunk.entry.layer_bytes if num_bytes else 0)
 
     def _hold_back(self, piece: Piece, num_bytes: int, deadline_s: float) -> None:
         """Wait until the value would have come over the emulated link."""

@@ -151,6 +151,10 @@ class RedisTier:
         """Another link than `config.limit`, for values that have not come yet; None: no limit."""
         self._link.replace(limit)
 
+    def nodes_unavailable(self) -> tuple[str, ...]:
+        """Nodes whose breaker is open."""
+        return tuple(node.name for node in self._directory.nodes() if node.breaker.is_open)
+
     def stats(self) -> RedisTierStats:
         nodes = self._directory.nodes()
         return RedisTierStats(
@@ -159,7 +163,7 @@ class RedisTier:
             speed=self._meter.speed(),
             backlog_bytes=self._writer.backlog_bytes,
             num_backlog=self._writer.num_backlog,
-            nodes_unavailable=tuple(node.name for node in nodes if node.breaker.is_open),
+            nodes_unavailable=self.nodes_unavailable(),
             breaker_openings=sum(node.breaker.num_opened for node in nodes),
         )
 

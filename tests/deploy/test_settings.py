@@ -231,6 +231,7 @@ def test_redis_is_off_without_a_url_and_its_password_is_not_shown(config_file):
     config = engine_config(settings).redis
     assert config.url == url and config.encoding == "fp8" and config.sentinel_password == "hidden"
     assert config.limit.bytes_per_ms == 0.5e6
+    assert config.write_backlog_bytes == settings.kv_tier.host.capacity_bytes // 4
     for shown in (repr(settings), repr(engine_config(settings)), repr(cluster_config(settings))):
         assert "secret" not in shown and "hidden" not in shown
 

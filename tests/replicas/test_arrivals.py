@@ -9,6 +9,7 @@ import torch
 from kv_tier.arena_view import ArenaView
 from kv_tier.redis.entry_memory import EntryMemory
 from planner.types import Signal
+from replicas import front_fill
 from replicas.arrivals import ArenaArrivals
 from replicas.batch import ArrivalTerms, BatchJob
 from tests.fakes.fake_clock import FakeClock
@@ -246,3 +247,37 @@ def test_segments_without_stored_kv_are_not_arriving_either(model):
         (False, True),
         (True, False),
     ]
+
+
+class LateThenMissing(MissingLater):
+    """The first layers are late, so that the wait recomputes the front; then a chunk is missing."""
+
+    def is_ready(self, layer):
+        return self._looks > self._after
+
+
+@pytest.mark.parametrize("signal", list(Signal))
+@pytest.mark.parametrize("num_waits", [1, 6, 12, 18, 24, 30])
+def test_a_chunk_that_misses_behind_a_recomputed_front(model, signal, num_waits, monkeypatch):
+    """The front may have passed all that is left to rank, of one request or of both."""
+    monkeypatch.setattr(front_fill, "BLOCK_ROWS", 9)
+    source = MemorySource()
+    jobs = [replace(job, band=(0.1, 0.5)) for job in two_jobs(model, source, 0.3, missing=())]
+    keys = [segment.location.key for segment in jobs[0].segments[1:]]
+
+    def resolve(demands, arrivals_ms):
+        return [demand.planned for demand in demands]
+
+    arrivals = LateThenMissing(keys, num_waits)
+    found, trace = run(model, source, jobs, signal, 1, 1, arrivals=arrivals, resolver=resolve)
+    assert sum(trace.num_filled) > 0 or num_waits == 1
+    assert trace.failed == set()
+    for job, kv, num_filled in zip(jobs, found, trace.num_filled, strict=True):
+        is_gone = {s.location.key for s in job.segments} & trace.missed
+        stored = [
+            t for s in job.segments if s.location.key not in is_gone for t in range(s.start, s.end)
+        ]
+        front = stored[num_filled - 1] + 1 if num_filled else 1
+        exact = full_kv(model, job.token_ids)
+        shorter = [[(k[:front], v[:front]) for k, v in layers] for layers in (kv, exact)]
+        assert worst_difference(*shorter) < 2e-4

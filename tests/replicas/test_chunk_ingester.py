@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kv_tier.host_tier import HostTier, HostTierConfig
-from kv_tier.keys import KeySpace
+from kv_tier.keys import KeySpace, content_id
 from kv_tier.layout import KvLayout
 from planner.types import PrefillResult, PrefillTimings, Signal
 from replicas.batch import SegmentKind
@@ -174,3 +174,13 @@ async def test_a_full_store_is_said(ingester, prefill):
     prefill.stores = False
     with pytest.raises(ValueError, match="no room in the host tier"):
         await ingester.ingest(chunk(3, 4))
+
+
+async def test_a_missed_chunk_that_was_deleted_is_not_computed_when_idle(ingester):
+    ingester.set_idle(False)
+    for tokens in ((5, 6), (7, 8), (9, 10)):
+        ingester.remember(chunk(*tokens))
+    ingester.forget(content_id((7, 8)))
+    assert ingester.num_open == 2
+    ingester.forget()
+    assert ingester.num_open == 0

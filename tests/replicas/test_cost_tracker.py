@@ -1,5 +1,7 @@
 """The running cost heeds what went as planned, and only that."""
 
+from dataclasses import replace
+
 import pytest
 
 from planner.cost_model import CostModel
@@ -63,3 +65,17 @@ def test_a_coverage_that_was_solved_again_is_taken_into_account():
     assert scale_after(made, result(coverage=0.5), 2 * as_solved) == pytest.approx(1.2)
     # a fixed plan is what it is
     assert scale_after(ticket(), result(coverage=0.5), 60.0) == pytest.approx(1.2)
+
+
+def test_behind_a_link_only_lone_prefills_are_compared_with_what_they_compute():
+    """Their plan counts waits; one that did not wait is not a faster machine."""
+    computes_ms = 1 + 0.01 * (1000 + 9 * 280)
+    tracker = CostTracker(COST)
+    waited_for = ticket(expected_ms=500.0, warmup_depth=1, probe_len=1)
+    tracker.observe(waited_for, result(), computes_ms, has_link=True)
+    assert tracker.cost.scale == pytest.approx(1.0, rel=0.02)
+    tracker.observe(waited_for, result(), 2 * computes_ms, has_link=True)
+    assert tracker.cost.scale == pytest.approx(1.2, rel=0.02)
+    shared = replace(waited_for, batch_size=2)
+    tracker.observe(shared, result(batch_size=2), 9 * computes_ms, has_link=True)
+    assert tracker.cost.scale == pytest.approx(1.2, rel=0.02)

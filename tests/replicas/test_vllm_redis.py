@@ -13,13 +13,21 @@ import pytest
 import pytest_asyncio
 import redis
 
+from kv_tier.arena_view import ArenaView
 from kv_tier.host_tier import HostTier
-from kv_tier.redis import Count, LinkLimit, Miss, RedisTierConfig
+from kv_tier.redis import (
+    ChunkWrite,
+    Count,
+    Encoding,
+    LinkLimit,
+    Miss,
+    RedisTier,
+    RedisTierConfig,
+)
 from kv_tier.redis.values import chunk_names, layer_name, manifest_name
 from planner.types import Signal
 from tests.kv_tier.redis.servers import EXECUTABLE, RedisServer
 from tests.replicas.vllm_harness import (
-    GREEDY,
     NUM_LAYERS,
     ask,
     ask_batch,
@@ -449,20 +457,32 @@ async def test_a_full_arena_costs_recomputation(nodes):
     assert tier.stats().num_reservations == 0
 
 
-async def test_values_of_one_byte_a_number_are_near(nodes, tmp_path_factory):
-    """Written as fp8 by a third node, read by any; the tokens that are recomputed are exact."""
-    request = request_of(16, [60, 40], sampling=replace(GREEDY, max_tokens=1))
+@pytest.mark.parametrize("encoding", [Encoding.FP8, Encoding.INT8])
+async def test_values_of_one_byte_a_number_serve_engines_that_write_raw(nodes, encoding):
+    request = request_of(16, [60, 40])
     plain = await ask(nodes.first, request)
-    config = replace(nodes.first._config.redis, encoding="fp8")
-    async with running_engine(tmp_path_factory.mktemp("m"), redis=config) as third:
-        await store(third, request)
-        await flushed(third)
+    await store(nodes.first, request)
+    await flushed(nodes.first)
+    nodes.redis.flushall()
+    host = nodes.first._tier
+    arena = ArenaView(host.config.directory, host.config.layout)
+    config = replace(nodes.first._config.redis, encoding=encoding)
+    with RedisTier(config, host.config.layout, memoryview(arena.mapping.numpy())) as writer:
+        for chunk in request.chunks:
+            lease = host.hold(nodes.first._keys.key(chunk))
+            write = ChunkWrite(
+                location=lease.location,
+                token_ids=chunk,
+                release=lambda lease=lease: host.release([lease]),
+            )
+            assert writer.write_behind(write)
+        assert writer.flush(30_000)
+    await nodes.forget_host()
     size = nodes.redis.strlen(layer_name(PREFIX, nodes.key(request), 0))
-    raw = nodes.first._tier.config.layout.layer_bytes(60)
-    assert size < 0.4 * raw
-    exact = await ask(nodes.second, request, make_ticket(**EXACT))
-    assert from_redis(exact) == 100
-    assert_same(exact, plain)
+    assert size < 0.4 * host.config.layout.layer_bytes(60)
+    answer = await ask(nodes.second, request, make_ticket(**EXACT))
+    assert from_redis(answer) == 100
+    assert_same(answer, plain)
 
 
 # ---- everything at once ----
