@@ -563,18 +563,24 @@ def fill_the_caches(server: RealServer, name: str) -> None:
 def test_clients_that_leave_long_answers_free_their_blocks(server: RealServer):
     documents = passages("left", count=4)
     server.store(documents)
-    before = server.num_requests("cancelled")
+    before = {outcome: server.num_requests(outcome) for outcome in ("cancelled", "ok")}
     streams = [server.events(documents, max_tokens=3000) for _ in range(8)]
     with ThreadPoolExecutor(len(streams)) as pool:  # one by one, the first might come to its end
         list(pool.map(wait_for_text, streams))
     for stream in streams:
         stream.close()
     wait_until(server.is_at_rest, timeout_s=15, what="nothing runs any more")
+
+    def num_ended(outcome: str) -> float:
+        return server.num_requests(outcome) - before[outcome]
+
     wait_until(
-        lambda: server.num_requests("cancelled") == before + len(streams),
+        lambda: num_ended("cancelled") + num_ended("ok") == len(streams),
         timeout_s=10,
-        what="all of them count as cancelled",
+        what="all of them count",
     )
+    # on a busy machine one may come to its end before the last has its first text
+    assert num_ended("cancelled") > len(streams) / 2
     wait_until(server.holds_nothing, timeout_s=10, what="the arena is free of leases")
     assert server.tier.check_integrity() == []
 

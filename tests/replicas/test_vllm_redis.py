@@ -548,13 +548,18 @@ async def test_whatever_happens_answers_stay_right_and_nothing_is_left(nodes):
             else:
                 assert_same(await asking, plain[idx])
 
+    client = nodes.server.client(socket_timeout=0.5, retry=None)
+
+    def put_back():
+        with suppress(redis.RedisError):  # it may be stopped just now
+            for name, value in stored.items():
+                client.set(name, value)
+
     async def keep_storing():
         """What faults have removed, so that there is always something to read."""
         while time.monotonic() < end_s:
             await asyncio.sleep(1.0)
-            with suppress(redis.RedisError):
-                for name, value in stored.items():
-                    nodes.redis.set(name, value)
+            await asyncio.to_thread(put_back)
 
     asking = [keep_asking(engine, random.Random(rng.random())) for engine in nodes.engines * 2]
     before = [counted(engine, Count.CHUNKS_READ) for engine in nodes.engines]
