@@ -101,6 +101,8 @@ def chunk_reuse_args(config: EngineConfig, keys: KeySpace) -> "AsyncEngineArgs":
     """`engine_args` with our connector."""
     from vllm.config import KVTransferConfig
 
+    # members that are looked up in Redis come apart by that much
+    lookup_ms = config.redis.lookup_deadline_ms if config.redis is not None else 0.0
     extra = {
         "arena_dir": config.host_tier_dir,
         "arena_bytes": config.host_tier_bytes,
@@ -110,7 +112,7 @@ def chunk_reuse_args(config: EngineConfig, keys: KeySpace) -> "AsyncEngineArgs":
         "anchor_ids": list(keys.anchor_ids),
         "slice_layers": config.slice_layers,
         "idle_slice_layers": config.slice_layers * IDLE_SLICE_FACTOR,
-        "hold_ms": config.batch_hold_ms,
+        "hold_ms": config.batch_hold_ms + lookup_ms,
         "auto_rule": asdict(config.auto_rule),
         "load_bandwidth_mb_s": config.load_bandwidth_mb_s,
         "fill_stalls": config.fill_stalls,
