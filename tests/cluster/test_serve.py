@@ -273,13 +273,14 @@ def test_a_killed_replica(server: Server):
         thread.start()
     wait_until(lambda: server.num_leases() == 6, timeout_s=10, what="six streams run")
     time.sleep(1.0)
-    server.delays(prefill_ms=2000, token_ms=100)
+    server.delays(prefill_ms=5000, token_ms=100)  # surely not over when the replica is killed
     with ThreadPoolExecutor(4) as pool:
         late = [pool.submit(post, server, max_tokens=1) for _ in range(2)]
         wait_until(lambda: server.num_leases() >= 8, timeout_s=5, what="two more are in prefill")
         victim = server.replica_pids()[0]
         os.kill(victim, signal.SIGKILL)
-        assert [future.result().status_code for future in late] == [200, 200]
+        answers = [future.result() for future in late]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
     for thread in threads:
         thread.join()
     broken = [events for events in streams if events[-1] != "[DONE]"]
