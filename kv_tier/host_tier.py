@@ -17,7 +17,7 @@ from kv_tier import entry_table
 from kv_tier.arena_dir import ArenaDir, destroy_arena
 from kv_tier.arena_open import open_index
 from kv_tier.change_feed import read_changes
-from kv_tier.entry_table import Eviction
+from kv_tier.entry_table import EntryRow, Eviction
 from kv_tier.extents import GRANULE_BYTES, extent_bytes_for, num_free_bytes, take_extent
 from kv_tier.index_db import RESIDENT
 from kv_tier.integrity import index_problems
@@ -130,8 +130,7 @@ class HostTier:
                     leases.append(None)
                 else:
                     hit_ids.append(row.entry_id)
-                    location = self._location(query.key, row.offset, row.num_tokens)
-                    leases.append(self._lease(tx, row.entry_id, location))
+                    leases.append(self._lease(tx, query.key, row))
             entry_table.touch(tx, hit_ids)
             tx.execute(
                 "UPDATE counters SET hits = hits + ?, misses = misses + ?,"
@@ -207,9 +206,8 @@ class HostTier:
                 row = entry_table.find_by_key(tx, query.key)
                 if row is None or row.token_bytes != token_bytes(query.token_ids):
                     leases.append(None)
-                    continue
-                location = self._location(query.key, row.offset, row.num_tokens)
-                leases.append(self._lease(tx, row.entry_id, location))
+                else:
+                    leases.append(self._lease(tx, query.key, row))
         return leases
 
     def abort(self, reservation: Reservation) -> None:
@@ -266,8 +264,7 @@ class HostTier:
             row = entry_table.find_by_key(tx, key)
             if row is None or row.state != RESIDENT:
                 return None
-            location = self._location(key, row.offset, row.num_tokens)
-            return self._lease(tx, row.entry_id, location)
+            return self._lease(tx, key, row)
 
     def resident_since(self, cursor: int) -> ResidencyDelta:
         with self._db.snapshot() as tx:
@@ -376,9 +373,10 @@ class HostTier:
             entry_table.evict_ahead(tx, wanted_bytes, self.config.eviction)
         return offset
 
-    def _lease(self, tx: Connection, entry_id: int, location: ChunkLocation) -> Lease:
+    def _lease(self, tx: Connection, key: bytes, entry: EntryRow) -> Lease:
+        location = self._location(key, entry.offset, entry.num_tokens)
         lease = Lease(lease_id=self._new_id(), location=location)
-        row = (lease.lease_id, entry_id, self._owner.owner_id)
+        row = (lease.lease_id, entry.entry_id, self._owner.owner_id)
         tx.execute("INSERT INTO leases VALUES (?, ?, ?)", row)
         return lease
 

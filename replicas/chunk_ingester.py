@@ -13,13 +13,13 @@ from kv_tier.host_tier import HostTier
 from kv_tier.keys import KeySpace, content_id
 from kv_tier.store import ChunkQuery
 from replicas.batch import SegmentKind
+from replicas.connector_scheduler import HOST_TIER
 from replicas.connector_types import RequestParams, ResultParams, SegmentSpan
 from replicas.interface import EngineDeadError, StoredChunk
 from replicas.remote_chunks import RemoteChunks
+from replicas.segment_keys import segment_query
 
 logger = logging.getLogger(__name__)
-
-TIER = "host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class ChunkIngester:
 
     def remember(self, wanted: WantedChunk) -> None:
         """Keep a missed chunk for idle time; the oldest ones fall out of a full backlog."""
-        key = self._key(wanted)
+        key = self._query(wanted).key
         self._backlog[key] = wanted
         self._backlog.move_to_end(key)
         while len(self._backlog) > self._config.max_backlog:
@@ -132,15 +132,16 @@ class ChunkIngester:
                 f"a chunk of {num_tokens} tokens does not fit the model's "
                 f"{self._config.max_model_len}"
             )
-        key = self._key(wanted)
+        query = self._query(wanted)
+        key = query.key
         self._backlog.pop(key, None)
         if not self._is_stored(key):
             task = self._running.get(key)
             if task is None:
-                task = self._running[key] = asyncio.create_task(self._obtain(key, wanted))
+                task = self._running[key] = asyncio.create_task(self._obtain(query, wanted))
                 task.add_done_callback(lambda _: self._running.pop(key, None))
             return await asyncio.shield(task)
-        self._keep(wanted, key)
+        self._keep(wanted, query)
         return self._describe(wanted)
 
     async def close(self) -> None:
@@ -149,25 +150,24 @@ class ChunkIngester:
             with suppress(asyncio.CancelledError, Exception):
                 await task
 
-    async def _obtain(self, key: bytes, wanted: WantedChunk) -> StoredChunk:
+    async def _obtain(self, query: ChunkQuery, wanted: WantedChunk) -> StoredChunk:
         """From Redis, or computed."""
-        query = ChunkQuery(key=key, token_ids=wanted.token_ids)
         if self._remote is not None and await self._remote.fetch(query):
             return self._describe(wanted)
         try:
-            stored = await self._compute(key, wanted)
+            stored = await self._compute(query.key, wanted)
         except ValueError:
             if self._remote is None or not await self._remote.make_room():
                 raise
-            stored = await self._compute(key, wanted)
-        self._keep(wanted, key)
+            stored = await self._compute(query.key, wanted)
+        self._keep(wanted, query)
         return stored
 
-    def _keep(self, wanted: WantedChunk, key: bytes) -> None:
+    def _keep(self, wanted: WantedChunk, query: ChunkQuery) -> None:
         """Behind the request's back, also in Redis."""
         if self._remote is not None:
             self._remote.keep(
-                ChunkQuery(key=key, token_ids=wanted.token_ids),
+                query,
                 recompute_ms=self._recompute_ms(self._num_prompt_tokens(wanted)),
                 content_id=self._content_id(wanted),
             )
@@ -189,7 +189,7 @@ class ChunkIngester:
         # another replica of the node may have been faster
         if not (result is not None and result.stored) and not self._is_stored(key):
             raise ValueError(
-                f"no room in the {TIER} tier for a chunk of {stored.num_tokens} tokens "
+                f"no room in the {HOST_TIER} tier for a chunk of {stored.num_tokens} tokens "
                 f"({stored.nbytes} bytes)"
             )
         return stored
@@ -200,7 +200,7 @@ class ChunkIngester:
             chunk_id=content_id(wanted.token_ids, cache_salt=wanted.cache_salt),
             num_tokens=num_tokens,
             nbytes=self._tier.config.layout.entry_bytes(num_tokens),
-            tier=TIER,
+            tier=HOST_TIER,
         )
 
     def _content_id(self, wanted: WantedChunk) -> str:
@@ -218,9 +218,7 @@ class ChunkIngester:
     def _num_prompt_tokens(self, wanted: WantedChunk) -> int:
         return len(self._anchor(wanted)) + len(wanted.token_ids)
 
-    def _key(self, wanted: WantedChunk) -> bytes:
-        return self._keys.key(
-            wanted.token_ids,
-            cache_salt=wanted.cache_salt,
-            anchored=wanted.kind is SegmentKind.CHUNK,
+    def _query(self, wanted: WantedChunk) -> ChunkQuery:
+        return segment_query(
+            self._keys, wanted.kind, wanted.token_ids, cache_salt=wanted.cache_salt
         )

@@ -29,8 +29,9 @@ from replicas.batch import CoverageTerms, SegmentKind
 from replicas.cache_admin import CacheAdmin
 from replicas.cache_types import TierReport
 from replicas.calibration import at_present_speed, measure_cost
-from replicas.chunk_ingester import TIER, ChunkIngester, IngesterConfig, WantedChunk
+from replicas.chunk_ingester import ChunkIngester, IngesterConfig, WantedChunk
 from replicas.config import EngineConfig
+from replicas.connector_scheduler import HOST_TIER
 from replicas.connector_types import RequestParams, ResultParams, SegmentSpan
 from replicas.cost_tracker import CostTracker
 from replicas.interface import (
@@ -440,7 +441,7 @@ class VllmEngine:
     def find_chunk(self, chunk_id: str) -> StoredChunk | None:
         for entry in self._tier.find(chunk_id) if self._tier else []:
             return StoredChunk(
-                chunk_id=chunk_id, num_tokens=entry.num_tokens, nbytes=entry.nbytes, tier=TIER
+                chunk_id=chunk_id, num_tokens=entry.num_tokens, nbytes=entry.nbytes, tier=HOST_TIER
             )
         return None
 

@@ -19,7 +19,7 @@ from replicas.interface import StoredChunk
 from tests.fakes.fake_cache import FakeCache
 from tests.fakes.fake_engine import FakeEngine, FakeEngineConfig
 from tests.fakes.fake_ports import FakeReplicas, FakeScheduler, ready_status
-from tests.kv_tier.redis.servers import EXECUTABLE, RedisServer
+from tests.kv_tier.redis.servers import RedisServer
 from tests.replicas.cache_cases import NodeStore, chunk_id
 
 TOKEN = "let-me-in"
@@ -287,8 +287,6 @@ def test_the_token_guards_nothing_else_and_is_shown_nowhere(tokenizer, tmp_path:
 
 @pytest.mark.redis
 def test_a_chunk_on_two_nodes_and_in_redis_is_gone_everywhere(tokenizer, tmp_path: Path):
-    if EXECUTABLE is None:
-        pytest.skip("there is no redis-server")
     with RedisServer(tmp_path / "redis") as server:
         stores = [NodeStore(tmp_path / name, server.url) for name in ("a", "b")]
         cluster = Cluster(tokenizer, tmp_path, caches=[store.cache for store in stores])

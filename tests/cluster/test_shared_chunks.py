@@ -11,7 +11,7 @@ import pytest
 from cluster.shared_chunks import SharedChunks
 from planner import EngineInfo
 from tests.kv_tier.redis.cases import LAYOUT, SPACE, Arena, config, open_tier, query, write
-from tests.kv_tier.redis.servers import EXECUTABLE, RedisServer
+from tests.kv_tier.redis.servers import RedisServer
 
 INFO = EngineInfo(
     model="m",
@@ -34,8 +34,6 @@ def chunks(*numbers: int) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
-    if EXECUTABLE is None:
-        pytest.skip("there is no redis-server")
     with (
         tempfile.TemporaryDirectory(prefix="cs-redis-") as name,
         RedisServer(Path(name)) as started,

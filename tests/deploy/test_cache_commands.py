@@ -15,7 +15,7 @@ from deploy.cache_access import TOKEN_VARIABLE
 from deploy.cache_tables import size, table
 from deploy.cli import main
 from deploy.settings import load_settings
-from tests.kv_tier.redis.servers import EXECUTABLE, RedisServer
+from tests.kv_tier.redis.servers import RedisServer
 from tests.replicas.cache_cases import NodeStore, chunk_id
 
 TOKEN = "let-me-in"
@@ -297,8 +297,6 @@ def test_tables_and_sizes():
 
 @pytest.mark.redis
 def test_redis_itself(tmp_path: Path, capsys):
-    if EXECUTABLE is None:
-        pytest.skip("there is no redis-server")
     with RedisServer(tmp_path / "redis") as server:
         store = NodeStore(tmp_path / "arena", server.url)
         store.put_in_redis(1, 2, 3)

@@ -12,7 +12,7 @@ from deploy.server import RunningServer, running_server
 from deploy.settings import load_settings
 from tests.cluster.harness import free_port
 from tests.deploy.test_real_server import answer_of, passages
-from tests.kv_tier.redis.servers import EXECUTABLE, RedisServer, eventually
+from tests.kv_tier.redis.servers import RedisServer, eventually
 from tests.tiny_models import make_tiny_qwen3
 
 pytestmark = [pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
@@ -62,8 +62,6 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    if EXECUTABLE is None:
-        pytest.skip("there is no redis-server")
     model_dir = make_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny-qwen3")
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cachesmith-test-") as folder,

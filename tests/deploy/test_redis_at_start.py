@@ -7,7 +7,7 @@ import pytest
 
 from deploy.server import _tell_redis
 from deploy.settings import Settings, load_settings
-from tests.kv_tier.redis.servers import EXECUTABLE, RedisServer, free_port
+from tests.kv_tier.redis.servers import RedisServer, free_port
 
 
 def settings_with(url: str) -> Settings:
@@ -31,7 +31,6 @@ def test_a_redis_that_is_absent_is_said_and_nothing_more() -> None:
 
 
 @pytest.mark.redis
-@pytest.mark.skipif(EXECUTABLE is None, reason="there is no redis-server")
 def test_a_redis_that_answers_or_refuses_is_said() -> None:
     with tempfile.TemporaryDirectory(prefix="cs-redis-") as name, RedisServer(Path(name)) as server:
         assert said_of(settings_with(server.url)) == ["Redis answers: chunks are shared through it"]

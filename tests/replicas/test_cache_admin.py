@@ -10,7 +10,7 @@ from kv_tier.redis import Count
 from replicas.cache_admin import CacheAdmin
 from replicas.cache_types import CacheUnavailableError, VerificationRunningError
 from tests.kv_tier.redis.cases import LONG_MS, query
-from tests.kv_tier.redis.servers import EXECUTABLE, RedisServer
+from tests.kv_tier.redis.servers import RedisServer
 from tests.replicas.cache_cases import NodeStore, chunk_id
 
 
@@ -23,8 +23,6 @@ def node(tmp_path: Path) -> Iterator[NodeStore]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    if EXECUTABLE is None:
-        pytest.skip("there is no redis-server")
     with RedisServer(tmp_path / "redis") as started:
         yield started
 

@@ -26,7 +26,7 @@ from kv_tier.redis import (
 )
 from kv_tier.redis.values import chunk_names, layer_name, manifest_name
 from planner.types import Signal
-from tests.kv_tier.redis.servers import EXECUTABLE, RedisServer
+from tests.kv_tier.redis.servers import RedisServer
 from tests.replicas.vllm_harness import (
     NUM_LAYERS,
     ask,
@@ -44,7 +44,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.redis,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(EXECUTABLE is None, reason="there is no redis-server"),
 ]
 
 PREFIX = "cachesmith"
