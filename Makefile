@@ -1,6 +1,9 @@
 # `make` lists what there is. Every target sets up .venv by itself.
 
 PYTHON_ENV := .venv/bin/python
+# test processes at a time; a test file stays in one of them
+TEST_JOBS := 2
+PYTEST := $(PYTHON_ENV) -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check clean
 
@@ -14,7 +17,7 @@ demo: ## serve a small model on this machine and ask it about the sample documen
 	@scripts/install.sh
 	@$(PYTHON_ENV) -m deploy.demo
 
-# One process a kind, so that engines and Ray clusters do not pile up. All run, even if one fails.
+# One run a kind, so that engines and Ray clusters do not pile up. All run, even if one fails.
 # pytest's status 5 says that there is no such test.
 test: ## run all tests that need no GPU
 	@scripts/install.sh --dev
@@ -27,7 +30,7 @@ test: ## run all tests that need no GPU
 		"ray:ray and not gpu"; \
 	do \
 		printf '\n== %s tests\n' "$${kind%%:*}"; \
-		$(PYTHON_ENV) -m pytest -m "$${kind#*:}"; status=$$?; \
+		$(PYTEST) -m "$${kind#*:}"; status=$$?; \
 		if [ $$status -ne 0 ] && [ $$status -ne 5 ]; then failed="$$failed $${kind%%:*}"; fi; \
 	done; \
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi; \
@@ -38,7 +41,7 @@ check: ## lint, formatting, types and the unit tests
 	$(PYTHON_ENV) -m ruff check .
 	$(PYTHON_ENV) -m ruff format --check .
 	$(PYTHON_ENV) -m mypy planner kv_tier
-	$(PYTHON_ENV) -m pytest
+	$(PYTEST)
 
 clean: ## remove caches and build outputs; .venv stays
 	@rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -54,6 +54,16 @@ class Server:
     def num_events(self, kind: str) -> int:
         return sum(event.split()[0] == kind for event in self.events())
 
+    def pids_in_prefill(self) -> set[int]:
+        """Processes of the live replicas with a request before its first token."""
+        pids: dict[str, int] = {}
+        for kind, *fields in (event.split() for event in self.events()):
+            if kind == "start":
+                pids[fields[0]] = int(fields[1].removeprefix("pid="))
+            elif kind in ("first", "done", "cancelled"):
+                pids.pop(fields[0], None)
+        return {pid for pid in pids.values() if _alive(pid)}
+
     def replica_pids(self) -> list[int]:
         """Processes of the live replicas."""
         pids = [int(e.split()[1]) for e in self.events() if e.startswith("pid ")]

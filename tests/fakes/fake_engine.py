@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,11 +124,12 @@ class FakeEngine:
         )
         self._num_running += 1
         self._note(
-            f"start {request.request_id} batch={ticket.batch_size} salt={request.cache_salt}"
+            f"start {request.request_id} pid={os.getpid()} batch={ticket.batch_size} "
+            f"salt={request.cache_salt}"
         )
         finished = False
         try:
-            await asyncio.sleep(self._delay_ms("prefill_ms") / 1e3)
+            await self._pause("prefill_ms")
             self._note(f"first {request.request_id}")
             result = self._result(request, ticket, cached)
             for chunk, chunk_id in zip(request.chunks, ids, strict=True):
@@ -142,7 +144,7 @@ class FakeEngine:
                     finish_reason="length" if last else None,
                     result=result if last else None,
                 )
-                await asyncio.sleep(self._delay_ms("token_ms") / 1e3)
+                await self._pause("token_ms")
         finally:
             self._num_running -= 1
             self._note(f"{'done' if finished else 'cancelled'} {request.request_id}")
@@ -210,6 +212,12 @@ class FakeEngine:
                 first_token_ms=self._delay_ms("prefill_ms"),
             ),
         )
+
+    async def _pause(self, delay: str) -> None:
+        """Sleep for a delay, also where it is changed meanwhile."""
+        started_s = time.monotonic()
+        while (left_s := started_s + self._delay_ms(delay) / 1e3 - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, 0.05))
 
     def _delay_ms(self, name: str) -> float:
         try:
