@@ -1,13 +1,14 @@
 """Composition: from settings to a Serve application.
 
-`build` is what `serve run` and `serve deploy` call (see serve.yaml), `build_application` what the
-command line calls.
+`build` is what `serve run` and `serve deploy` call (see serve.yaml), `build_from_file` what
+Kubernetes calls, `build_application` the command line.
 """
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 from ray.serve import Application
 
@@ -19,7 +20,7 @@ from cluster.config import (
     SchedulerConfig,
 )
 from deploy.profiles import NO_PROFILE, find_profile
-from deploy.settings import PlannerSection, Settings, SettingsError
+from deploy.settings import PlannerSection, Settings, SettingsError, load_settings
 from kv_tier.redis.config import RedisTierConfig
 from planner import (
     STATIC_POLICIES,
@@ -61,6 +62,26 @@ class AppArgs(Settings):
 def build(args: AppArgs) -> Application:
     """The application for Ray's own `serve` command line, which has its own host and port."""
     return build_application(args, app_name=APP_NAME)
+
+
+class FileArgs(BaseModel):
+    """`args:` of a Serve config that names a file instead of holding the settings.
+
+    revision: Serve builds the application anew when its args change, not when the file does
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    config_file: Path
+    revision: str = ""
+
+
+def build_from_file(args: FileArgs) -> Application:
+    """The application, from a file and the environment of the node that builds it.
+
+    So that secrets are in neither Serve's config nor the file. Raises SettingsError.
+    """
+    return build_application(load_settings(config_file=args.config_file), app_name=APP_NAME)
 
 
 def build_application(

@@ -1,4 +1,4 @@
-"""`ray_config.yaml` is what Ray's cluster launcher takes. Neither AWS nor a network is asked."""
+"""What the files for Ray's cluster launcher make of nodes. Neither AWS nor a network is asked."""
 
 import copy
 import subprocess
@@ -25,10 +25,12 @@ def prepared(config: dict[str, Any]) -> dict[str, Any]:
     return prepare_config(copy.deepcopy(config))
 
 
-def test_it_fits_rays_schema(prepared):
-    from ray.autoscaler._private.util import validate_config
+@pytest.fixture(scope="module", params=["ray_config.yaml", "deploy/onpremise.yaml"])
+def either(request) -> dict[str, Any]:
+    """Any of the files, prepared."""
+    from ray.autoscaler._private.util import prepare_config
 
-    validate_config(prepared)
+    return prepare_config(yaml.safe_load((REPO / request.param).read_text()))
 
 
 def test_only_workers_have_gpus_and_none_runs_unasked(prepared):
@@ -38,7 +40,7 @@ def test_only_workers_have_gpus_and_none_runs_unasked(prepared):
     assert workers
     for node_type in workers.values():
         assert node_type["min_workers"] == 0
-        assert 1 <= node_type["max_workers"] <= prepared["max_workers"]
+    assert 1 <= sum(t["max_workers"] for t in workers.values()) <= prepared["max_workers"]
 
 
 def test_what_to_change_stands_once(config):
@@ -52,27 +54,44 @@ def test_what_to_change_stands_once(config):
         assert (node["InstanceType"], node["ImageId"]) == (metadata[instance], metadata["image"])
 
 
-def test_every_node_is_installed_by_the_repositorys_script(prepared):
-    assert (REPO / "scripts" / "install.sh").is_file()
-    for key in ("head_setup_commands", "worker_setup_commands"):
-        assert any(command.endswith("scripts/install.sh") for command in prepared[key])
-
-
-def test_ray_asks_for_a_token_everywhere(prepared):
-    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
-        (start,) = [command for command in prepared[key] if "ray start" in command]
-        assert "RAY_AUTH_MODE=token ray start" in start
+def test_the_head_gives_the_token_to_workers(prepared):
     assert any("get-auth-token --generate" in c for c in prepared["head_setup_commands"])
     assert prepared["cluster_synced_files"] == [TOKEN_FILE]
-    assert "autoscaling-config" in " ".join(prepared["head_start_ray_commands"])
 
 
-def test_commands_are_valid_shell(prepared):
+def test_machines_of_your_own_get_the_token_from_here():
+    config = yaml.safe_load((REPO / "deploy" / "onpremise.yaml").read_text())
+    assert config["file_mounts"] == {TOKEN_FILE: TOKEN_FILE}
+
+
+def test_every_node_is_installed_by_the_repositorys_script(either):
+    assert (REPO / "scripts" / "install.sh").is_file()
+    for key in ("head_setup_commands", "worker_setup_commands"):
+        assert any(command.endswith("scripts/install.sh") for command in either[key])
+
+
+def test_ray_asks_for_a_token_everywhere(either):
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        (start,) = [command for command in either[key] if "ray start" in command]
+        assert start.index("RAY_AUTH_MODE=token ") < start.index("ray start")
+    assert "autoscaling-config" in " ".join(either["head_start_ray_commands"])
+
+
+def test_the_head_has_redis_before_ray_starts(either):
+    assert any("scripts/head_redis.sh --kv-memory" in c for c in either["head_setup_commands"])
+    assert not any("head_redis.sh" in c for c in either["worker_setup_commands"])
+    (start,) = [c for c in either["head_start_ray_commands"] if "ray start" in c]
+    assert start.index(". ~/.cachesmith/head.env;") < start.index("ray start")
+    assert "--redis-password=$REDIS_PASSWORD" in start
+    assert "--dashboard-host=$NODE_ADDRESS" in start
+
+
+def test_commands_are_valid_shell(either):
     commands = [
-        *prepared["head_setup_commands"],
-        *prepared["worker_setup_commands"],
-        *prepared["head_start_ray_commands"],
-        *prepared["worker_start_ray_commands"],
+        *either["head_setup_commands"],
+        *either["worker_setup_commands"],
+        *either["head_start_ray_commands"],
+        *either["worker_start_ray_commands"],
     ]
     checked = subprocess.run(
         ["bash", "-n"], input="\n".join(commands), capture_output=True, text=True, check=False
