@@ -12,9 +12,11 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from cluster.access import Access, Asking, Caller, caller_of
 from cluster.api_types import (
     CachesmithOptions,
     ChatCompletionRequest,
@@ -22,10 +24,11 @@ from cluster.api_types import (
     GenerationRequest,
     IngestRequest,
 )
-from cluster.cache_api import add_cache_routes, admin_guard
+from cluster.cache_api import add_cache_routes
 from cluster.errors import ApiError
 from cluster.gateway import Gateway, Job, Piece
 from cluster.messages import IngestResult
+from cluster.middleware import ARRIVED, ArrivalStamp, Authenticate, BodyLimit, error_response
 from cluster.openai_format import DONE_EVENT, ResponseFormat, sse_event
 from cluster.prompt import Prompt, PromptBuilder
 from cluster.validation import slo_header, validation_error
@@ -36,7 +39,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ARRIVED = "cachesmith.arrived_ms"
 SloHeader = Annotated[str | None, Header(alias="x-slo-ttft-ms")]
 
 
@@ -51,11 +53,9 @@ class ApiFront:
         *,
         model_name: str,
         default_ttft_slo_ms: float,
-        admin_token: str | None = None,
     ) -> None:
         self.gateway = gateway
         self.model_name = model_name
-        self.admin_token = admin_token  # for no answer, and no log
         self._prompts = prompts
         self._clock = clock
         self._default_ttft_slo_ms = default_ttft_slo_ms
@@ -79,8 +79,8 @@ class ApiFront:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
         return await self._answer(body, prompt, request, ttft_slo_ms, chat=False)
 
-    async def ingest(self, body: IngestRequest) -> dict[str, Any]:
-        salt = body.cache_salt or ""
+    async def ingest(self, body: IngestRequest, caller: Caller) -> dict[str, Any]:
+        salt = caller.cache_salt(body.cache_salt)
         documents = await self._in_thread(self._prompts.document_chunks, body.documents)
         unique = list(dict.fromkeys(chunk for pieces in documents for chunk in pieces))
         nodes = await self.gateway.ingest(unique, cache_salt=salt)
@@ -96,7 +96,7 @@ class ApiFront:
             for chunk in pieces:
                 data.append(
                     {
-                        "id": content_id(chunk, cache_salt=salt),
+                        "id": caller.chunk_id(content_id(chunk, cache_salt=salt)),
                         **head,
                         "num_tokens": len(chunk),
                         **_ingest_status(results[chunk]),
@@ -104,8 +104,9 @@ class ApiFront:
                 )
         return {"object": "list", "data": data}
 
-    async def show_chunk(self, chunk_id: str) -> dict[str, Any]:
-        found = await self.gateway.find_chunk(chunk_id)
+    async def show_chunk(self, chunk_id: str, caller: Caller) -> dict[str, Any]:
+        stored_id = caller.content_id(chunk_id)
+        found = await self.gateway.find_chunk(stored_id) if stored_id is not None else {}
         if not found:
             raise _no_chunk(chunk_id)
         stored = next(iter(found.values()))
@@ -118,12 +119,13 @@ class ApiFront:
             "nodes": sorted(found),
         }
 
-    async def delete_chunk(self, chunk_id: str) -> dict[str, Any]:
-        if not await self.gateway.cache.remove(chunk_id):
+    async def delete_chunk(self, chunk_id: str, caller: Caller) -> dict[str, Any]:
+        stored_id = caller.content_id(chunk_id)
+        if stored_id is None or not await self.gateway.cache.remove(stored_id):
             raise _no_chunk(chunk_id)
         return {"id": chunk_id, "object": "chunk", "deleted": True}
 
-    def health(self) -> Response:
+    def health(self, *, in_full: bool = True) -> Response:
         """200 once the scheduler answers and a replica is ready."""
         status = self.gateway.status
         reason = None
@@ -135,6 +137,8 @@ class ApiFront:
             body = {"status": "unavailable", "reason": reason}
             return JSONResponse(body, status_code=503, headers={"Retry-After": "1"})
         assert status is not None
+        if not in_full:
+            return JSONResponse({"status": "ok"})
         return JSONResponse(
             {
                 "status": "ok",
@@ -184,8 +188,8 @@ class ApiFront:
             prompt=prompt,
             ttft_slo_ms=ttft_slo_ms,
             sampling=body.sampling(max_tokens),
-            arrived_ms=request.scope[_ARRIVED],
-            cache_salt=body.cache_salt or "",
+            arrived_ms=request.scope[ARRIVED],
+            cache_salt=caller_of(request).cache_salt(body.cache_salt),
             policy=policy,
             config=config,
             wants_timeline=bool(body.cachesmith and body.cachesmith.timeline),
@@ -290,71 +294,87 @@ class _EventStream(StreamingResponse):
                 await iterator.aclose()
 
 
+_BEARER = "An API key, or http.admin_token, where the server has some."
 _INTERNAL_ERROR = ApiError(500, "internal server error", code="internal_error")
 
 
-class _ArrivalStamp:
-    """Notes when a request arrived, before its body is read."""
+def create_api(
+    front: ApiFront,
+    clock: Clock,
+    *,
+    version: str,
+    access: Access | None = None,
+    max_body_bytes: int = 16 << 20,
+) -> FastAPI:
+    """The application with all routes and error handlers.
 
-    def __init__(self, app: ASGIApp, clock: Clock) -> None:
-        self._app = app
-        self._clock = clock
+    access: None leaves everything open
+    """
+    access = access or Access()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[_ARRIVED] = self._clock.now_ms()
-        await self._app(scope, receive, send)
+    async def of_a_tenant(caller: Asking) -> None:
+        access.check_tenant(caller)
 
+    async def of_an_admin(caller: Asking) -> None:
+        access.check_admin(caller)
 
-def create_api(front: ApiFront, clock: Clock, *, version: str) -> FastAPI:
-    """The application with all routes and error handlers."""
+    async def of_its_owner(caller: Asking) -> None:
+        if caller.tenant is None:
+            access.check_admin(caller)
+
     app = FastAPI(
         title="CacheSmith",
         version=version,
         summary="RAG serving with chunk KV reuse under latency objectives",
         strict_content_type=False,
+        # for the schema alone: what is checked, Authenticate checks before the body is read
+        dependencies=[Depends(HTTPBearer(auto_error=False, description=_BEARER))],
     )
-    app.add_middleware(_ArrivalStamp, clock=clock)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.add_middleware(Authenticate, access=access)
+    app.add_middleware(ArrivalStamp, clock=clock)  # the last one added is the first to run
     _add_error_handlers(app)
-    guard = admin_guard(lambda: front.admin_token)
+    tenants = [Depends(of_a_tenant)]
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None, dependencies=tenants)
     async def chat_completions(
         body: ChatCompletionRequest, request: Request, slo: SloHeader = None
     ) -> Response:
         """Answer a conversation; `documents` go before the last user message."""
         return await front.chat(body, request, slo)
 
-    @app.post("/v1/completions", response_model=None)
+    @app.post("/v1/completions", response_model=None, dependencies=tenants)
     async def completions(
         body: CompletionRequest, request: Request, slo: SloHeader = None
     ) -> Response:
         """Continue a prompt; `documents` go before it."""
         return await front.complete(body, request, slo)
 
-    @app.post("/v1/chunks")
-    async def ingest(body: IngestRequest) -> dict[str, Any]:
+    @app.post("/v1/chunks", dependencies=tenants)
+    async def ingest(body: IngestRequest, caller: Asking) -> dict[str, Any]:
         """Compute the documents' chunks ahead, on every node."""
-        return await front.ingest(body)
+        return await front.ingest(body, caller)
 
     @app.get("/v1/chunks/{chunk_id}")
-    async def show_chunk(chunk_id: str) -> dict[str, Any]:
-        return await front.show_chunk(chunk_id)
+    async def show_chunk(chunk_id: str, caller: Asking) -> dict[str, Any]:
+        return await front.show_chunk(chunk_id, caller)
 
-    @app.delete("/v1/chunks/{chunk_id}", dependencies=[Depends(guard)])
-    async def delete_chunk(chunk_id: str) -> dict[str, Any]:
+    @app.delete("/v1/chunks/{chunk_id}", dependencies=[Depends(of_its_owner)])
+    async def delete_chunk(chunk_id: str, caller: Asking) -> dict[str, Any]:
         """Remove a chunk from every node, and from Redis."""
-        return await front.delete_chunk(chunk_id)
+        return await front.delete_chunk(chunk_id, caller)
 
-    add_cache_routes(app, lambda: front.gateway.cache, guard)
+    add_cache_routes(app, lambda: front.gateway.cache, of_an_admin)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return front.models()
 
     @app.get("/health", response_model=None)
-    async def health() -> Response:
+    async def health(caller: Asking) -> Response:
         """200 once requests can be served, 503 with a reason before."""
-        return front.health()
+        is_known = caller.tenant is not None or caller.is_admin
+        return front.health(in_full=is_known or not access.needs_key)
 
     @app.get("/ping", response_class=PlainTextResponse)
     async def ping() -> str:
@@ -379,7 +399,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def refused(_: Request, exc: Exception) -> Response:
         assert isinstance(exc, ApiError)
-        return JSONResponse(exc.body(), status_code=exc.status, headers=exc.headers())
+        return error_response(exc)
 
     async def invalid(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, RequestValidationError)
@@ -391,7 +411,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return await refused(request, ApiError(exc.status_code, message, code="http_error"))
 
     async def internal(request: Request, exc: Exception) -> Response:
-        log.error("request_failed path=%s", request.url.path, exc_info=exc)
+        log.error("request_failed path=%r", request.url.path, exc_info=exc)
         return await refused(request, _INTERNAL_ERROR)
 
     app.add_exception_handler(ApiError, refused)

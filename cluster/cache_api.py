@@ -1,25 +1,18 @@
 """The administrators' routes: what the tiers hold and did, and how to empty and check them."""
 
-import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict
 
 from cluster.cache_service import CacheService, Cleared, ReplicaStats, TierChoice, Verified
-from cluster.errors import ApiError
 from replicas.cache_types import CacheEntry, EntryPage, Tier, VerifyReport
 
 MAX_LIMIT = 10_000
 
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT)]
-Guard = Callable[..., Awaitable[None]]
-
-_bearer = HTTPBearer(auto_error=False, description="The setting http.admin_token, if it is set.")
-Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 
 class VerifyRequest(BaseModel):
@@ -31,34 +24,10 @@ class VerifyRequest(BaseModel):
     repair: bool = False
 
 
-def admin_guard(token: Callable[[], str | None]) -> Guard:
-    """A dependency that lets everybody pass while there is no token, else who has it.
-
-    token: asked for at each request
-    """
-
-    async def check(credentials: Credentials) -> None:
-        wanted = token()
-        if wanted is None:
-            return
-        if credentials is None:
-            raise ApiError(
-                401,
-                "this needs the header Authorization: Bearer, with the server's http.admin_token",
-                code="missing_admin_token",
-            )
-        if not hmac.compare_digest(credentials.credentials.encode(), wanted.encode()):
-            raise ApiError(
-                401,
-                "the token of the header Authorization is not the server's http.admin_token",
-                code="wrong_admin_token",
-            )
-
-    return check
-
-
-def add_cache_routes(app: FastAPI, cache: Callable[[], CacheService], guard: Guard) -> None:
-    """cache: asked for at each request"""
+def add_cache_routes(
+    app: FastAPI, cache: Callable[[], CacheService], guard: Callable[..., Awaitable[None]]
+) -> None:
+    """cache: asked for at each request; guard: a dependency that lets administrators pass"""
     guarded = [Depends(guard)]
 
     @app.get("/v1/cache", dependencies=guarded)

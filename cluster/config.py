@@ -115,7 +115,9 @@ class IngressConfig:
     scheduler_gone_s: float = 2.0  # without the scheduler for so long: floor plan, any replica
     redis: RedisTierConfig | None = None  # the second level, to plan with what it holds
     resolve_model: str = ""  # "module:function" from `model` to a folder; empty: it is a folder
-    admin_token: str | None = field(default=None, repr=False)  # None: the admin routes are open
+    admin_token: str | None = field(default=None, repr=False)  # None: there is none
+    api_keys_file: str = ""  # on every node with an ingress; empty: no keys are needed
+    max_body_bytes: int = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
+from cluster.access import Access, KeyRing
 from cluster.api import ApiFront, create_api
 from cluster.config import GatewayConfig, IngressConfig, SchedulerAddress
 from cluster.gateway import Gateway
@@ -53,9 +54,15 @@ class Ingress:
             clock,
             model_name=config.model_name,
             default_ttft_slo_ms=config.default_ttft_slo_ms,
-            admin_token=config.admin_token,
         )
-        self._api = create_api(front, clock, version=_version())
+        keys = KeyRing(Path(config.api_keys_file)) if config.api_keys_file else None
+        self._api = create_api(
+            front,
+            clock,
+            version=_version(),
+            access=Access(keys=keys, admin_token=config.admin_token),
+            max_body_bytes=config.max_body_bytes,
+        )
         self._watching = asyncio.get_running_loop().create_task(ray_scheduler.watch())
 
     def __serve_build_asgi_app__(self) -> FastAPI:

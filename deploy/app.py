@@ -134,6 +134,8 @@ def cluster_config(
             redis=settings.kv_tier.redis.config(),
             resolve_model="deploy.models:resolve_model",
             admin_token=token.get_secret_value() if token is not None else None,
+            api_keys_file=settings.http.api_keys_file or "",
+            max_body_bytes=int(settings.http.max_body_bytes),
         ),
         replica=ReplicaConfig(
             builder=engine_builder, engine=replace(engine_config(settings), profile=profile)

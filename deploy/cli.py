@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.profiling import command as profile
-from deploy import cache_commands, client, explain, simulate
+from deploy import cache_commands, client, explain, key_commands, simulate
+from deploy.client import KEY_VARIABLE
 from deploy.console import fail, say
 from deploy.models import ModelUnavailableError
 from deploy.settings import SettingsError, load_settings
@@ -28,6 +29,7 @@ examples:
   cachesmith ingest --file corpus.jsonl            compute the documents' KV ahead
   cachesmith status
   cachesmith cache stats                           what is stored, and how to remove and check it
+  cachesmith keys add --tenant team-a --file FILE  make an API key
   cachesmith trace --request ask.json              where one request's time goes, for Perfetto
   cachesmith explain --request ask.json            why its batch got its plan
   cachesmith profile --model DIR --out FILE        measure what the planner goes by
@@ -116,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
     client.add_parsers(commands)
     cache_commands.add_parser(commands)
+    key_commands.add_parser(commands)
     explain.add_parser(commands)
     profile.add_parser(commands)
     simulate.add_parser(commands)
@@ -157,7 +160,8 @@ def _serve(args: argparse.Namespace) -> int:
         ) as server:
             served = True
             stopping.install()  # again: Ray sets handlers of its own
-            say(_ready_text(server.url, server.model_name))
+            needs_key = settings.http.api_keys_file is not None
+            say(_ready_text(server.url, server.model_name, needs_key=needs_key))
             stopping.wait()
     except ServerError as exc:
         return fail(str(exc))
@@ -200,7 +204,7 @@ def _overrides(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return given
 
 
-def _ready_text(url: str, model: str) -> str:
+def _ready_text(url: str, model: str, *, needs_key: bool) -> str:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "When does the ferry leave?"}],
@@ -209,9 +213,12 @@ def _ready_text(url: str, model: str) -> str:
         ],
         "max_tokens": 32,
     }
+    key, schema = "", f"API: {url}/docs, "
+    if needs_key:  # which a browser does not send
+        key, schema = f' -H "Authorization: Bearer ${KEY_VARIABLE}"', ""
     return (
-        f"\nserving {model} at {url}  (API: {url}/docs, Ctrl-C stops)\n\n"
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '\n"
+        f"\nserving {model} at {url}  ({schema}Ctrl-C stops)\n\n"
+        f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '\n"
         f"{json.dumps(body, indent=2)}'\n"
     )
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 from deploy.console import fail, say
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "CACHESMITH_API_KEY"
 _INGEST_BATCH = 8
 
 _INGEST_EPILOG = """\
@@ -38,6 +40,7 @@ def add_parsers(commands: Any) -> None:
         parser.add_argument(
             "--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})"
         )
+        add_api_key(parser)
         return parser
 
     ingest = add_command(
@@ -80,6 +83,22 @@ def add_parsers(commands: Any) -> None:
     trace.set_defaults(run=_trace)
 
 
+def add_api_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"where the server asks for one (default: {KEY_VARIABLE} in the environment, where no "
+        "list of processes shows it)",
+    )
+
+
+def _client(args: argparse.Namespace, *, timeout_s: float | None = None) -> httpx.Client:
+    """For the server that the command line names, with its key if there is one."""
+    key = (args.api_key or os.environ.get(KEY_VARIABLE, "")).strip()
+    headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+    return httpx.Client(base_url=args.url, headers=headers, timeout=timeout_s)
+
+
 def _ingest(args: argparse.Namespace) -> int:
     try:
         documents = list(_documents(args.file))
@@ -87,7 +106,7 @@ def _ingest(args: argparse.Namespace) -> int:
         return fail(str(exc))
     counts: dict[str, int] = {}
     num_tokens = 0
-    with httpx.Client(base_url=args.url, timeout=None) as client:
+    with _client(args) as client:
         for start in range(0, len(documents), _INGEST_BATCH):
             batch = documents[start : start + _INGEST_BATCH]
             body = {"documents": batch, "cache_salt": args.cache_salt}
@@ -118,8 +137,8 @@ def _documents(path: Path) -> Iterator[Any]:
 
 def _status(args: argparse.Namespace) -> int:
     try:
-        health = httpx.get(f"{args.url}/health", timeout=10.0)
-        metrics = httpx.get(f"{args.url}/metrics", timeout=10.0)
+        with _client(args, timeout_s=10.0) as client:
+            health, metrics = client.get("/health"), client.get("/metrics")
     except httpx.HTTPError as exc:
         return fail(f"{args.url} does not answer: {exc}")
     try:
@@ -129,6 +148,9 @@ def _status(args: argparse.Namespace) -> int:
     if health.status_code != 200:
         reason = state.get("reason") or state.get("error", {}).get("message")
         return fail(f"{args.url} is not ready: {reason}")
+    if "model" not in state:
+        say(f"{args.url} is ready; what it does it tells to an API key alone")
+        return 0
     say(f"{state['model']}: ready, {state['num_waiting']} requests wait")
     for replica in state["replicas"]:
         say(
@@ -145,8 +167,9 @@ def _status(args: argparse.Namespace) -> int:
     return 0
 
 
-def ask_with_timeline(url: str, request: Path) -> dict[str, Any] | str:
+def ask_with_timeline(args: argparse.Namespace) -> dict[str, Any] | str:
     """Send the request in the file; the answer's `cachesmith` field, or what is wrong."""
+    url, request = args.url, args.request
     try:
         body = json.loads(request.read_text())
     except OSError as exc:
@@ -162,7 +185,8 @@ def ask_with_timeline(url: str, request: Path) -> dict[str, Any] | str:
     body.pop("stream_options", None)
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     try:
-        response = httpx.post(f"{url}{path}", json=body, timeout=None)
+        with _client(args) as client:
+            response = client.post(path, json=body)
     except httpx.HTTPError as exc:
         return f"{url} does not answer: {exc}"
     if response.status_code != 200:
@@ -172,7 +196,7 @@ def ask_with_timeline(url: str, request: Path) -> dict[str, Any] | str:
 
 
 def _trace(args: argparse.Namespace) -> int:
-    report = ask_with_timeline(args.url, args.request)
+    report = ask_with_timeline(args)
     if isinstance(report, str):
         return fail(report)
     report.pop("explanation")

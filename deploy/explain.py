@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from deploy.client import DEFAULT_URL, ask_with_timeline
+from deploy.client import DEFAULT_URL, add_api_key, ask_with_timeline
 from deploy.console import fail, say
 from deploy.settings import load_settings
 
@@ -39,6 +39,7 @@ def add_parser(commands: Any) -> None:
     )
     what.add_argument("--request", type=Path, metavar="JSON", help="a request's body, to be sent")
     parser.add_argument("--url", default=DEFAULT_URL, help=f"of --request (default: {DEFAULT_URL})")
+    add_api_key(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings")
     parser.add_argument("--model", metavar="DIR_OR_NAME", help="whose profile is taken")
     parser.add_argument("--profile", metavar="FILE", help="a profile, instead of the model's own")
@@ -129,7 +130,7 @@ def _explained(args: argparse.Namespace, profile: Any, config: Any) -> str:
 
 
 def _explain_answer(args: argparse.Namespace) -> int:
-    report = ask_with_timeline(args.url, args.request)
+    report = ask_with_timeline(args)
     if isinstance(report, str):
         return fail(report)
     say(

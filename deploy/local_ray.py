@@ -2,6 +2,9 @@
 
 import os
 import secrets
+import stat
+import tempfile
+from pathlib import Path
 
 
 def prepare_environment() -> None:
@@ -17,3 +20,21 @@ def prepare_environment() -> None:
     if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "RAY_TMPDIR" not in os.environ:
+        os.environ["RAY_TMPDIR"] = str(private_folder())
+
+
+def private_folder(parent: Path | None = None) -> Path:
+    """Where Ray's sockets and logs go: Ray lets every user write to the folders that it makes, so
+    that what is above them must be closed.
+
+    Raises PermissionError where somebody else made it first.
+    """
+    # a short name: the path of a socket has 107 bytes at most
+    folder = (parent or Path(tempfile.gettempdir())) / f"cs-ray-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{folder} is not this user's folder: remove it or set RAY_TMPDIR")
+    folder.chmod(0o700)
+    return folder

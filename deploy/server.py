@@ -56,10 +56,15 @@ def running_server(
     out.
     """
     check_port(settings.http.host, settings.http.port)
+    if ray_address is None:
+        _check_key_file(settings)
     model_dir = _resolve(settings, progress)
     owns_ray = ray_address is None
     if owns_ray:
-        prepare_environment()  # before anything below imports Ray
+        try:
+            prepare_environment()  # before anything below imports Ray
+        except OSError as exc:
+            raise ServerError(f"Ray can not have a folder: {exc}") from None
     from deploy.app import check_host_tier
 
     settings = _with_profile(settings, model_dir, progress)
@@ -72,7 +77,8 @@ def running_server(
     try:
         _start_ray(settings, ray_address, log_to_driver)
         _deploy(settings, progress, engine_builder)
-        url = f"http://{_client_host(settings.http.host)}:{settings.http.port}"
+        scheme = "http" if settings.http.ssl_certfile is None else "https"
+        url = f"{scheme}://{_client_host(settings.http.host)}:{settings.http.port}"
         _wait_until_healthy(url, progress)
         progress(f"ready after {time.monotonic() - started:.0f} s")
         yield RunningServer(url=url, model_name=settings.served_name, model_dir=model_dir)
@@ -95,6 +101,18 @@ def check_port(host: str, port: int) -> None:
                 f"http.port: can not listen on {host}:{port}: {exc.strerror}; "
                 "choose another with --port"
             ) from None
+
+
+def _check_key_file(settings: Settings) -> None:
+    """Raises SettingsError for a file that every ingress would refuse."""
+    from cluster.key_file import KeyFile, KeyFileError
+
+    if settings.http.api_keys_file is None:
+        return
+    try:
+        KeyFile.load(Path(settings.http.api_keys_file))
+    except KeyFileError as exc:
+        raise SettingsError(f"http.api_keys_file: {exc}") from None
 
 
 def _for_this_machine(settings: Settings, model_dir: Path) -> Settings:
@@ -162,7 +180,7 @@ def _start_ray(settings: Settings, ray_address: str | None, log_to_driver: bool)
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    http = {"host": settings.http.host, "port": settings.http.port}
+    http = settings.http.model_dump(include={"host", "port", "ssl_certfile", "ssl_keyfile"})
     if ray_address is not None:
         ray.init(address=ray_address, log_to_driver=log_to_driver, configure_logging=False)
         serve.start(http_options=http, proxy_location="EveryNode")
@@ -243,7 +261,8 @@ def _wait_until_healthy(url: str, progress: Progress, *, timeout_s: float = 60.0
     reason = "no answer"
     while time.monotonic() < deadline:
         try:
-            response = httpx.get(f"{url}/health", timeout=5.0)
+            # the certificate need not name the address that this process uses, and nothing is sent
+            response = httpx.get(f"{url}/health", timeout=5.0, verify=False)
             if response.status_code == 200:
                 return
             reason = response.text
@@ -297,7 +316,7 @@ def _listens(address: str) -> bool:
 
 def _remove_host_tier(directory: Path, progress: Progress, *, patience_s: float = 10.0) -> None:
     """Remove the chunk store; the engines' processes may need a moment to be gone."""
-    from kv_tier import ArenaInUseError, HostTier
+    from kv_tier import ArenaInUseError, ArenaUnavailableError, HostTier
 
     deadline = time.monotonic() + patience_s
     while True:
@@ -308,7 +327,7 @@ def _remove_host_tier(directory: Path, progress: Progress, *, patience_s: float 
             if time.monotonic() > deadline:
                 progress(f"the chunk store stays: {exc}")
                 return
-        except OSError as exc:
+        except (OSError, ArenaUnavailableError) as exc:
             progress(f"the chunk store in {directory} could not be removed: {exc}")
             return
         time.sleep(_POLL_S)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -36,6 +38,39 @@ ENV_PREFIX = "CACHESMITH_"
 MIN_HOST_TIER_BYTES = 1 << 20
 
 Positive = Annotated[int, Field(ge=1)]
+
+
+def _secret(value: Any) -> Any:
+    """Read what `{file: PATH}` or `{env: NAME}` stands for, so that a config holds no secret."""
+    if not isinstance(value, dict):
+        return value
+    (source, where), *rest = value.items() or [("", "")]
+    if source not in ("file", "env") or not isinstance(where, str) or rest:
+        raise ValueError("must be a text, {file: PATH} or {env: NAME}")
+    if source == "env":
+        if where not in os.environ:
+            raise ValueError(f"the environment has no {where}")
+        return os.environ[where]
+    try:
+        return Path(where).expanduser().read_text().strip()
+    except OSError as exc:
+        raise ValueError(f"can not read {where}: {exc.strerror}") from None
+    except UnicodeError:
+        raise ValueError(f"{where} is not text") from None
+
+
+Secret = Annotated[SecretStr, BeforeValidator(_secret)]
+
+
+def _absolute(value: str) -> str:
+    """Every process of the node must mean the same file."""
+    path = Path(value).expanduser()
+    if value and not path.is_absolute():
+        raise ValueError(f"must be an absolute path, got {value!r}")
+    return str(path) if value else value
+
+
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 
 
 class SettingsError(Exception):
@@ -114,7 +149,7 @@ class SchedulerSection(_Section):
 
 
 class HostTierSection(_Section):
-    directory: str = ""  # unset: /dev/shm/cachesmith-<uid>
+    directory: AbsolutePath = ""  # unset: /dev/shm/cachesmith-<uid>
     capacity_bytes: ByteSize = ByteSize(1 << 30)  # "1GiB"
     eviction: Literal["cost", "lru"] = "cost"
     low_watermark: float = Field(default=0.93, gt=0, le=1)
@@ -136,14 +171,6 @@ class HostTierSection(_Section):
             raise ValueError(f"must be at least {MIN_HOST_TIER_BYTES} bytes, got {int(value)}")
         return value
 
-    @field_validator("directory")
-    @classmethod
-    def _is_absolute(cls, value: str) -> str:
-        # every process of the node must mean the same folder
-        if value and not Path(value).expanduser().is_absolute():
-            raise ValueError(f"must be an absolute path, got {value!r}")
-        return str(Path(value).expanduser()) if value else value
-
     @property
     def path(self) -> Path:
         return Path(self.directory or f"/dev/shm/cachesmith-{os.getuid()}")
@@ -152,10 +179,10 @@ class HostTierSection(_Section):
 class RedisSection(_Section):
     """The second level, shared by the nodes; without a url there is none."""
 
-    url: SecretStr | None = None  # redis://user:password@host:port/db, rediss://, unix://
+    url: Secret | None = None  # redis://user:password@host:port/db, rediss://, unix://
     mode: Literal["standalone", "sentinel", "cluster"] = "standalone"
     nodes: tuple[str, ...] = ()
-    sentinel_password: SecretStr | None = None
+    sentinel_password: Secret | None = None
     key_prefix: str = "cachesmith"
     ttl_s: float | None = Field(default=None, gt=0)
     encoding: Literal["raw", "fp8", "int8"] = "raw"
@@ -229,7 +256,17 @@ class HttpSection(_Section):
     host: str = Field(default="127.0.0.1", min_length=1)
     port: int = Field(default=8000, ge=1, le=65535)
     ingress_replicas: Positive = 1
-    admin_token: SecretStr | None = None  # unset: the routes for administrators are open
+    api_keys_file: AbsolutePath | None = None  # of `cachesmith keys`; unset: no key is needed
+    admin_token: Secret | None = None  # both unset: the routes for administrators are open
+    max_body_bytes: ByteSize = Field(default=ByteSize(16 << 20), ge=1)  # "16MiB"
+    ssl_certfile: AbsolutePath | None = None  # with ssl_keyfile: HTTPS
+    ssl_keyfile: AbsolutePath | None = None
+
+    @model_validator(mode="after")
+    def _has_a_key_for_its_certificate(self) -> "HttpSection":
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile go together")
+        return self
 
     @field_validator("admin_token")
     @classmethod

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from kv_tier.errors import ArenaInUseError, ArenaUnavailableError
-from kv_tier.owners import live_owner_ids
+from kv_tier.owners import live_owner_ids, open_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,13 @@ class ArenaDir:
                 f" {_free_bytes(self.root)} bytes are free there"
             ) from exc
 
+    def make_index(self) -> None:
+        """An empty file, closed to other users. What SQLite puts beside it has its mode."""
+        try:
+            open_private(self.index).close()
+        except OSError as exc:
+            raise ArenaUnavailableError(f"can not make the index {self.index}: {exc}") from exc
+
     def remove_index(self) -> None:
         for suffix in ("", "-wal", "-shm"):
             self.index.with_name(self.index.name + suffix).unlink(missing_ok=True)
@@ -81,8 +88,9 @@ class ArenaDir:
             try:
                 # Closed to other users: KV tells what the prompts were.
                 self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _check_owner(self.root)
                 self.owners.mkdir(mode=0o700, exist_ok=True)
-                file = self.opening.open("wb")
+                file = open_private(self.opening)
             except FileNotFoundError:
                 continue  # destroyed by another process between two of these lines
             except OSError as exc:
@@ -113,6 +121,14 @@ def destroy_arena(directory: Path, *, force: bool = False) -> None:
         folder.opening.unlink()
     with suppress(OSError):  # it holds other files, or another process opens it again
         directory.rmdir()
+
+
+def _check_owner(root: Path) -> None:
+    """Anybody may make a folder in /dev/shm before us, or a link: who owns it can read and replace
+    what is in it. Raises ArenaUnavailableError."""
+    for found in (root.lstat(), root.stat()):
+        if found.st_uid not in (os.geteuid(), 0):
+            raise ArenaUnavailableError(f"the folder {root} belongs to user {found.st_uid}")
 
 
 def _is_same_file(file: IO[bytes], path: Path) -> bool:

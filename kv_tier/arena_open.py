@@ -67,6 +67,7 @@ def _is_sound(db: IndexDb, folder: ArenaDir, layout: KvLayout, capacity_bytes: i
 def _make_anew(folder: ArenaDir, identity: dict[str, Any], capacity_bytes: int) -> IndexDb:
     folder.remove_index()
     folder.allocate(capacity_bytes)
+    folder.make_index()
     db = IndexDb(folder.index)
     # Change numbers start at the time, so that a cursor of an earlier arena is always too old.
     first_seq = time.time_ns() // 1000

@@ -67,6 +67,16 @@ def content_id(token_ids: Sequence[int], *, cache_salt: str = "") -> str:
     return _digest(_CONTENT_CONTEXT, _text_bytes(cache_salt), token_bytes(token_ids)).hexdigest()
 
 
+def keyed_digest(secret: bytes, *fields: bytes) -> bytes:
+    """32 bytes that nobody can compute without the secret. The first field names the purpose.
+
+    secret: [KEY_BYTES]
+    """
+    from blake3 import blake3
+
+    return _hash_fields(blake3(key=secret), fields).digest(KEY_BYTES)
+
+
 def token_bytes(token_ids: Sequence[int]) -> bytes:
     """token_ids: [num_tokens], each in [0, 2**32). Returns them as little-endian uint32."""
     return np.asarray(array("I", token_ids), dtype="<u4").tobytes()
@@ -90,7 +100,10 @@ def model_fingerprint(model_dir: Path, *, lora_id: str | None = None) -> str:
 def _digest(context: str, *fields: bytes) -> "blake3":
     from blake3 import blake3  # here: a machine that only runs the phases may be without it
 
-    hasher = blake3(derive_key_context=context)
+    return _hash_fields(blake3(derive_key_context=context), fields)
+
+
+def _hash_fields(hasher: "blake3", fields: Sequence[bytes]) -> "blake3":
     for field in fields:
         hasher.update(struct.pack("<Q", len(field)))
         hasher.update(field)

@@ -9,6 +9,12 @@ import fcntl
 import os
 import uuid
 from pathlib import Path
+from typing import IO
+
+
+def open_private(path: Path) -> IO[bytes]:
+    """To write; closed to other users, if it is new."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
 
 
 class OwnerLock:
@@ -18,7 +24,7 @@ class OwnerLock:
         self.owner_id = uuid.uuid4().hex
         self._path = _lock_path(owners_dir, self.owner_id)
         unlocked_path = self._path.with_suffix(".new")
-        self._file = unlocked_path.open("wb")
+        self._file = open_private(unlocked_path)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         # Locked before it has its name: nobody can find it by name and think it dead.
         os.rename(unlocked_path, self._path)

@@ -25,7 +25,8 @@ USER = {"role": "user", "content": "Why?"}
 class Api:
     """The application, asked without a network."""
 
-    def __init__(self, tokenizer: Any, state_dir: Path) -> None:
+    def __init__(self, tokenizer: Any, state_dir: Path, **options: Any) -> None:
+        """options: of `create_api`"""
         self.state_dir = state_dir
         self.engine = FakeEngine(FakeEngineConfig(state_dir=str(state_dir), max_model_len=2000))
         info = asyncio.run(self.engine.start())
@@ -45,7 +46,7 @@ class Api:
             model_name=MODEL,
             default_ttft_slo_ms=500.0,
         )
-        self.app = create_api(front, clock, version="1.2.3")
+        self.app = create_api(front, clock, version="1.2.3", **options)
 
     def ask(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         async def go() -> httpx.Response:

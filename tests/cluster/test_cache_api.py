@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.access import Access
 from cluster.api import ApiFront, create_api
 from cluster.config import GatewayConfig, IngressConfig, PromptConfig
 from cluster.gateway import Gateway
@@ -55,9 +56,9 @@ class Cluster:
             clock,
             model_name="m",
             default_ttft_slo_ms=500.0,
-            admin_token=admin_token,
         )
-        self.app = create_api(front, clock, version="1.2.3")
+        access = Access(admin_token=admin_token)
+        self.app = create_api(front, clock, version="1.2.3", access=access)
 
     def ask(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         async def go() -> httpx.Response:

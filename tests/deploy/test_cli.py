@@ -12,6 +12,7 @@ import pytest
 
 import benchmarks
 from deploy.cli import main
+from deploy.client import KEY_VARIABLE
 from deploy.server import ServerError, check_port
 
 
@@ -116,10 +117,14 @@ def test_ingest_names_the_line_that_is_wrong(tmp_path, capsys):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Just enough of a server for `ingest` and `status`."""
+    """Just enough of a server for `ingest` and `status`, open or with the key `cs-good`."""
+
+    needs_key = False
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if not self._is_known():
+            return self._answer({"error": {"message": "no key"}}, status=401)
         if self.path == "/v1/chat/completions":
             report = {
                 "policy": body["cachesmith"]["policy"],
@@ -143,6 +148,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer({"data": data})
 
     def do_GET(self) -> None:
+        if not self._is_known():
+            return self._answer({"status": "ok"})
         replica = {
             "replica": "r1",
             "num_running": 2,
@@ -156,8 +163,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None: ...
 
-    def _answer(self, body: object) -> None:
-        self.send_response(200)
+    def _is_known(self) -> bool:
+        return not self.needs_key or self.headers["authorization"] == "Bearer cs-good"
+
+    def _answer(self, body: object, *, status: int = 200) -> None:
+        self.send_response(status)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
 
@@ -213,3 +223,43 @@ def test_explain_tells_of_a_running_servers_batch(url: str, tmp_path: Path, caps
     request.write_text("[]")
     assert main(["explain", "--request", str(request), "--url", url]) == 1
     assert "ask.json" in capsys.readouterr().err
+
+
+def test_commands_send_a_key_that_is_given_or_in_the_environment(
+    url: str, tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.setattr(_Handler, "needs_key", True)
+    request, corpus = tmp_path / "ask.json", tmp_path / "corpus.jsonl"
+    request.write_text('{"messages": [], "cachesmith": {"policy": "adaptive"}}')
+    corpus.write_text('"one"\n')
+    commands = [
+        ["ingest", "--file", str(corpus)],
+        ["trace", "--request", str(request), "--output", str(tmp_path / "trace.json")],
+        ["explain", "--request", str(request)],
+    ]
+    for command in commands:
+        assert main([*command, "--url", url]) == 1
+        assert "401" in capsys.readouterr().err
+        assert main([*command, "--url", url, "--api-key", "cs-bad"]) == 1
+        out = capsys.readouterr()
+        assert "401" in out.err and "cs-bad" not in out.out + out.err
+        assert main([*command, "--url", url, "--api-key", "cs-good"]) == 0
+    assert main(["status", "--url", url]) == 0
+    assert "to an API key alone" in capsys.readouterr().out
+    monkeypatch.setenv(KEY_VARIABLE, "cs-good\n")  # as a file's contents come
+    for command in (*commands, ["status"]):
+        assert main([*command, "--url", url]) == 0
+    assert "replica r1" in capsys.readouterr().out
+
+
+def test_serve_refuses_a_key_file_that_no_ingress_would_take(tmp_path: Path, monkeypatch, capsys):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    keys = tmp_path / "keys.yaml"
+    monkeypatch.setenv("CACHESMITH_HTTP__API_KEYS_FILE", str(keys))
+    assert main(["serve", "--port", port]) == 1
+    assert "http.api_keys_file: can not read" in capsys.readouterr().err
+    keys.write_text("keys: []")
+    assert main(["serve", "--port", port]) == 1
+    assert "tenant_secret" in capsys.readouterr().err

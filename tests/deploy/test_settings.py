@@ -274,3 +274,77 @@ def test_serves_own_config_does_not_show_a_wrong_admin_token():
     with pytest.raises(ValidationError) as error:
         AppArgs(http={"admin_token": "wrong secret"})
     assert "wrong secret" not in str(error.value)
+
+
+def test_a_secret_may_stand_in_a_file_or_in_a_variable(config_file, tmp_path, monkeypatch):
+    secret = tmp_path / "secret"
+    secret.write_text("redis://:let-me-in@cache\n")
+    monkeypatch.setenv("SOME_TOKEN", "from-a-variable")
+    args = {
+        "kv_tier": {"redis": {"url": {"file": str(secret)}}},
+        "http": {"admin_token": {"env": "SOME_TOKEN"}},
+    }
+    # of a Serve config, which Ray shows as it is, and of our own
+    for settings in (AppArgs.model_validate(args), load_settings(config_file=config_file(args))):
+        config = cluster_config(settings)
+        assert config.ingress.redis.url == "redis://:let-me-in@cache"
+        assert config.ingress.admin_token == "from-a-variable"
+        assert "let-me-in" not in f"{settings!r} {config!r} {settings.model_dump_json()}"
+    monkeypatch.setenv("CACHESMITH_HTTP__ADMIN_TOKEN__FILE", str(tmp_path / "token"))
+    (tmp_path / "token").write_text("from-a-file")
+    assert cluster_config(load_settings()).ingress.admin_token == "from-a-file"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"file": "/nowhere/secret"}, "can not read /nowhere/secret"),
+        ({"env": "NOT_THERE"}, "no NOT_THERE"),
+        ({"path": "/etc"}, "{file: PATH}"),
+        ({"file": "/a", "env": "B"}, "{file: PATH}"),
+        ({"file": 5}, "{file: PATH}"),
+        ({}, "{file: PATH}"),
+    ],
+)
+def test_a_secret_that_is_not_there_is_named(config_file, value, reason):
+    for content, key in (
+        ({"http": {"admin_token": value}}, "http.admin_token"),
+        ({"kv_tier": {"redis": {"url": value}}}, "kv_tier.redis.url"),
+    ):
+        with pytest.raises(SettingsError) as error:
+            load_settings(config_file=config_file(content))
+        assert f"{key}: " in str(error.value) and reason in str(error.value)
+
+
+def test_a_secret_file_that_fits_no_header_is_refused_unshown(config_file, tmp_path):
+    for content in (b"two words", b"\xff\xfe\x00hidden"):
+        (tmp_path / "token").write_bytes(content)
+        path = config_file({"http": {"admin_token": {"file": str(tmp_path / "token")}}})
+        with pytest.raises(SettingsError, match=r"http\.admin_token") as error:
+            load_settings(config_file=path)
+        assert "two words" not in str(error.value) and "hidden" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("http", "reason"),
+    [
+        ({"api_keys_file": "keys.yaml"}, "http.api_keys_file: must be an absolute path"),
+        ({"ssl_certfile": "/c.pem"}, "http: ssl_certfile and ssl_keyfile go together"),
+        ({"ssl_keyfile": "/k.pem"}, "http: ssl_certfile and ssl_keyfile go together"),
+        ({"ssl_certfile": "c", "ssl_keyfile": "/k"}, "http.ssl_certfile: must be an absolute path"),
+        ({"max_body_bytes": 0}, "http.max_body_bytes"),
+    ],
+)
+def test_wrong_files_and_limits_of_the_endpoint(config_file, http, reason):
+    with pytest.raises(SettingsError) as error:
+        load_settings(config_file=config_file({"http": http}))
+    assert reason in str(error.value)
+
+
+def test_keys_and_limits_reach_the_ingress():
+    http = {"api_keys_file": "~/keys.yaml", "max_body_bytes": "2MiB"}
+    ingress = cluster_config(load_settings(overrides={"http": http})).ingress
+    assert ingress.api_keys_file == str(Path.home() / "keys.yaml")
+    assert ingress.max_body_bytes == 2 << 20
+    default = cluster_config(load_settings()).ingress
+    assert default.api_keys_file == "" and default.max_body_bytes == 16 << 20
