@@ -54,6 +54,7 @@ class Ingress:
             model_name=config.model_name,
             default_ttft_slo_ms=config.default_ttft_slo_ms,
             admin_token=config.admin_token,
+            may_sleep=config.may_sleep,
         )
         self._api = create_api(front, clock, version=_version())
         self._watching = asyncio.get_running_loop().create_task(ray_scheduler.watch())
