@@ -53,8 +53,11 @@ class ApiFront:
         *,
         model_name: str,
         default_ttft_slo_ms: float,
+        may_sleep: bool = False,
     ) -> None:
+        """may_sleep: without a replica all is well, a request starts one"""
         self.gateway = gateway
+        self._may_sleep = may_sleep
         self.model_name = model_name
         self._prompts = prompts
         self._clock = clock
@@ -126,12 +129,12 @@ class ApiFront:
         return {"id": chunk_id, "object": "chunk", "deleted": True}
 
     def health(self, *, in_full: bool = True) -> Response:
-        """200 once the scheduler answers and a replica is ready."""
+        """200 once the scheduler answers and a replica is ready, or may be started by a request."""
         status = self.gateway.status
         reason = None
         if status is None:
             reason = "the scheduler does not answer"
-        elif not status.ready:
+        elif not status.ready and not self._may_sleep:
             reason = "no replica is ready"
         if reason is not None:
             body = {"status": "unavailable", "reason": reason}

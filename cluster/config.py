@@ -1,7 +1,7 @@
 """What each part of the cluster reads. deploy/settings.py builds these."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from kv_tier.redis.config import RedisTierConfig
 from planner import (
@@ -9,6 +9,7 @@ from planner import (
     DemandProfile,
     PolicyConfig,
     RecomputeConfig,
+    ScalingConfig,
     built_in_demand,
 )
 
@@ -118,6 +119,7 @@ class IngressConfig:
     admin_token: str | None = field(default=None, repr=False)  # None: there is none
     api_keys_file: str = ""  # on every node with an ingress; empty: no keys are needed
     max_body_bytes: int = 16 << 20
+    may_sleep: bool = False  # no replica is no reason for being unhealthy: a request starts one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,27 @@ class ReplicaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalingSpec:
+    """How many replicas there are.
+
+    policy: `slo`, the rule of `planner.autoscaling`; `ongoing`, Serve's own, for comparison, by
+    the requests that are at replicas already
+    ongoing: further fields of Serve's AutoscalingConfig, for `ongoing`
+    """
+
+    scaling: ScalingConfig
+    policy: Literal["slo", "ongoing"] = "slo"
+    ongoing: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.policy == "ongoing" and self.scaling.scale_to_zero_after_s is not None:
+            raise ValueError(
+                "the policy ongoing does not see requests that wait in the scheduler, so nothing "
+                "would wake the first replica: scale_to_zero_after_s needs the policy slo"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """One application: replicas, ingresses, and what Serve is told about them."""
 
@@ -137,6 +160,7 @@ class ClusterConfig:
     replica: ReplicaConfig
     app_name: str = "cachesmith"
     num_replicas: int = 1
+    autoscaling: AutoscalingSpec | None = None  # instead of a fixed number
     cpus_per_replica: float = 1.0
     gpus_per_replica: float = 0.0
     replica_env: dict[str, str] = field(default_factory=dict)
@@ -151,3 +175,9 @@ class ClusterConfig:
         for name in ("num_replicas", "num_ingresses", "max_ongoing_per_replica"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+
+    @property
+    def max_replicas(self) -> int:
+        if self.autoscaling is None:
+            return self.num_replicas
+        return self.autoscaling.scaling.max_replicas

@@ -1,10 +1,13 @@
 """The one module that makes Serve deployments of the ordinary classes."""
 
+from typing import Any
+
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from cluster.config import ClusterConfig, scheduler_address
+from cluster.autoscaling import serve_config
+from cluster.config import ClusterConfig, SchedulerAddress, scheduler_address
 from cluster.ingress import Ingress
 from cluster.replica import Replica
 from cluster.router import TicketRouter
@@ -21,7 +24,7 @@ def cluster_app(config: ClusterConfig) -> Application:
     replicas = serve.deployment(
         Replica,
         name="Replica",
-        num_replicas=config.num_replicas,
+        **_size(config, scheduler),
         max_ongoing_requests=config.max_ongoing_per_replica,
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=config.health_check_timeout_s,
@@ -41,7 +44,7 @@ def cluster_app(config: ClusterConfig) -> Application:
         ),
     ).bind(config.replica, scheduler)
     waiting = config.ingress.scheduler.policy.rules.limits.max_waiting
-    running = config.num_replicas * config.max_ongoing_per_replica
+    running = config.max_replicas * config.max_ongoing_per_replica
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",
@@ -55,3 +58,10 @@ def cluster_app(config: ClusterConfig) -> Application:
         ray_actor_options={"num_cpus": config.cpus_per_ingress},
     )
     return ingress.bind(config.ingress, scheduler, replicas)
+
+
+def _size(config: ClusterConfig, scheduler: SchedulerAddress) -> dict[str, Any]:
+    """The option of a deployment that says how many replicas it has."""
+    if config.autoscaling is None:
+        return {"num_replicas": config.num_replicas}
+    return {"autoscaling_config": serve_config(config.autoscaling, scheduler)}

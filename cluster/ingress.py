@@ -54,6 +54,7 @@ class Ingress:
             clock,
             model_name=config.model_name,
             default_ttft_slo_ms=config.default_ttft_slo_ms,
+            may_sleep=config.may_sleep,
         )
         keys = KeyRing(Path(config.api_keys_file)) if config.api_keys_file else None
         self._api = create_api(

@@ -56,6 +56,15 @@ class LeaseTable:
             found.setdefault(lease.replica_id, []).append(lease)
         return found
 
+    def prefill_left_ms(self, *, now_ms: float) -> float:
+        """Of all batches in prefill, as planned; a replica has one of them at a time."""
+        until_ms: dict[str, float] = {}
+        for lease in self._leases.values():
+            if lease.in_prefill:
+                latest_ms = until_ms.get(lease.replica_id, now_ms)
+                until_ms[lease.replica_id] = max(latest_ms, lease.prefill_until_ms)
+        return sum(end_ms - now_ms for end_ms in until_ms.values())
+
     def first_token(self, replica_id: str, request_id: str) -> None:
         """The request's prefill is over. It may have moved there from another replica's ticket."""
         if lease := self._leases.get(request_id):

@@ -5,6 +5,7 @@ import importlib
 import itertools
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -45,6 +46,7 @@ class Replica:
     """
 
     async def __init__(self, config: ReplicaConfig, scheduler: SchedulerAddress) -> None:
+        started_s = time.monotonic()
         self._config = config
         self._address = scheduler
         self._scheduler: ActorHandle[Any] | None = None
@@ -54,6 +56,7 @@ class Replica:
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._engine: RagEngine = load_function(config.builder)(config.engine)
         info = await self._engine.start()
+        info = replace(info, load_ms=(time.monotonic() - started_s) * 1e3)
         self._reporter = ReplicaReporter(
             self._engine,
             info,
@@ -61,7 +64,12 @@ class Replica:
             node_id=ray.get_runtime_context().get_node_id(),
         )
         self._reporting = asyncio.get_running_loop().create_task(self._report_for_ever())
-        log.info("replica_ready replica=%s model=%s", self._replica_id, info.model)
+        log.info(
+            "replica_ready replica=%s model=%s load_ms=%.0f",
+            self._replica_id,
+            info.model,
+            info.load_ms,
+        )
 
     async def generate(
         self, ticket: Ticket, request: RagRequest

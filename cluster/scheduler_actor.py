@@ -14,6 +14,7 @@ from cluster.scheduler_service import SchedulerService
 from planner import (
     BudgetPlanner,
     DemandCurves,
+    LoadSignal,
     MonotonicClock,
     RequestProfile,
     Ticket,
@@ -69,6 +70,9 @@ class SchedulerActor:
 
     async def status(self) -> SchedulerStatus:
         return self._service.status()
+
+    async def signal(self) -> LoadSignal:
+        return self._service.signal()
 
     async def metrics_text(self) -> bytes:
         return self._service.metrics_text()

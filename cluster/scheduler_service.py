@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from cluster.config import SchedulerConfig
 from cluster.leases import Lease, LeaseTable
+from cluster.load_meter import LoadMeter
 from cluster.membership import Membership
 from cluster.messages import (
     Refusal,
@@ -32,6 +33,7 @@ from planner import (
     BudgetPlanner,
     Clock,
     EngineInfo,
+    LoadSignal,
     QueueFullError,
     RefusalReason,
     RefusedRequest,
@@ -46,10 +48,16 @@ from replicas.cache_types import TierReport
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Waiter:
     future: asyncio.Future[Ticket | Refusal]
+    profile: RequestProfile
     since_ms: float
+    floor_ms: float | None = None  # asked for once, for the signal
+
+    def slack_ms(self, now_ms: float) -> float:
+        waited_ms = now_ms - self.since_ms
+        return self.profile.ttft_slo_ms - self.profile.elapsed_ms - waited_ms
 
 
 @dataclass(slots=True)
@@ -75,7 +83,7 @@ class SchedulerService:
         clock: Clock,
         metrics: ServerMetrics,
     ) -> None:
-        """planner: to explain decisions with"""
+        """planner: to explain decisions with, and to say what requests take"""
         self.epoch = uuid.uuid4().hex
         self._scheduler = scheduler
         self._planner = planner
@@ -87,6 +95,8 @@ class SchedulerService:
         self._leases = LeaseTable(lease_ms=config.lease_ms)
         self._residency = NodeResidency()
         self._replicas: dict[str, _Replica] = {}
+        self._load = LoadMeter(planner)
+        self._load_ms: float | None = None  # the latest that a replica has measured
         self._changed = asyncio.Event()
         self._due_ms: float | None = None
         # unique over restarts too, so that an engine never mixes batches of two lives
@@ -99,13 +109,14 @@ class SchedulerService:
         request_id = profile.request_id
         self.abandon(request_id)  # the caller asks again: its first call got lost
         now_ms = self._clock.now_ms()
+        self._load.came(profile)
         try:
             self._scheduler.submit(profile, now_ms=now_ms)
         except QueueFullError as exc:
             return Refusal(
                 status=429, message=str(exc), code="queue_full", retry_after_s=exc.retry_after_s
             )
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), now_ms)
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), profile, now_ms)
         self._waiters[request_id] = waiter
         self._dispatch_in(self._config.gather_ms)
         try:
@@ -141,6 +152,32 @@ class SchedulerService:
             ),
         )
 
+    def signal(self) -> LoadSignal:
+        """What autoscaling goes by, at this moment."""
+        now_ms = self._clock.now_ms()
+        running = self._membership.running(now_ms=now_ms)
+        ready = sorted(running & self._replicas.keys())
+        one_per_node = {self._replicas[i].report.node_id: i for i in ready}
+        self._load.saw([self._state(i, (), now_ms) for i in one_per_node.values()])
+        return LoadSignal(
+            epoch=self.epoch,
+            at_ms=now_ms,
+            waiting=tuple(
+                (waiter.slack_ms(now_ms), self._floor_ms(waiter))
+                for waiter in self._waiters.values()
+            ),
+            prefill_ms=self._leases.prefill_left_ms(now_ms=now_ms),
+            num_active=len(self._leases),
+            num_ready=len(ready),
+            load_ms=self._load_ms,
+            arrived=self._load.arrived,
+        )
+
+    def _floor_ms(self, waiter: _Waiter) -> float:
+        if waiter.floor_ms is None:
+            waiter.floor_ms = self._load.floor_ms(waiter.profile)
+        return waiter.floor_ms or 0.0
+
     # --- routers and replicas ----------------------------------------------------------------
 
     def sync_replicas(self, router_id: str, replica_ids: Sequence[str]) -> None:
@@ -156,6 +193,8 @@ class SchedulerService:
             return ReportAck(epoch=self.epoch, needs_full=True)
         tiers = report.tiers or (known.tiers if known else None)
         self._replicas[report.replica_id] = _Replica(report, info, tiers, self._clock.now_ms())
+        if report.info is not None and info.load_ms is not None:
+            self._load_ms = info.load_ms
         self._residency.apply(report.node_id, report.residency)
         self._leases.reconcile(report.replica_id, report.active)
         self._dispatch_in(0.0)

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 from ray.serve import Application
 
 from cluster.config import (
+    AutoscalingSpec,
     ClusterConfig,
     IngressConfig,
     PromptConfig,
@@ -20,7 +21,13 @@ from cluster.config import (
     SchedulerConfig,
 )
 from deploy.profiles import NO_PROFILE, find_profile
-from deploy.settings import PlannerSection, Settings, SettingsError, load_settings
+from deploy.settings import (
+    AutoscalingSection,
+    PlannerSection,
+    Settings,
+    SettingsError,
+    load_settings,
+)
 from kv_tier.redis.config import RedisTierConfig
 from planner import (
     STATIC_POLICIES,
@@ -33,6 +40,7 @@ from planner import (
     Deviation,
     PolicyConfig,
     QueueLimits,
+    ScalingConfig,
     ServingProfile,
     Signal,
     SlackPlannerConfig,
@@ -42,6 +50,7 @@ from replicas.interface import RagEngine
 
 APP_NAME = "cachesmith"
 ENGINE_BUILDER = "deploy.app:build_engine"
+HANDOVER_SHARE = 0.25  # of the graceful shutdown: answers come first, and the engine has to end
 
 
 class AppArgs(Settings):
@@ -136,16 +145,36 @@ def cluster_config(
             admin_token=token.get_secret_value() if token is not None else None,
             api_keys_file=settings.http.api_keys_file or "",
             max_body_bytes=int(settings.http.max_body_bytes),
+            may_sleep=replicas.autoscaling.max is not None
+            and replicas.autoscaling.scale_to_zero_after_s is not None,
         ),
         replica=ReplicaConfig(
             builder=engine_builder, engine=replace(engine_config(settings), profile=profile)
         ),
         num_replicas=replicas.num,
+        autoscaling=autoscaling_spec(replicas.autoscaling),
         cpus_per_replica=replicas.cpus_per_replica,
         gpus_per_replica=per_rank * engine.tensor_parallel_size,
         max_ongoing_per_replica=replicas.max_ongoing_requests or 4 * engine.max_num_seqs,
         num_ingresses=settings.http.ingress_replicas,
         graceful_shutdown_s=replicas.graceful_shutdown_s,
+    )
+
+
+def autoscaling_spec(autoscaling: AutoscalingSection) -> AutoscalingSpec | None:
+    """None: a fixed number."""
+    if autoscaling.max is None:
+        return None
+    return AutoscalingSpec(
+        policy=autoscaling.policy,
+        scaling=ScalingConfig(
+            min_replicas=autoscaling.min,
+            max_replicas=autoscaling.max,
+            target_utilisation=autoscaling.target_utilisation,
+            down_after_s=autoscaling.down_after_s,
+            scale_to_zero_after_s=autoscaling.scale_to_zero_after_s,
+        ),
+        ongoing={"downscale_delay_s": autoscaling.down_after_s},
     )
 
 
@@ -250,6 +279,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         host_tier_eviction=host.eviction,
         max_ingest_backlog=engine.max_ingest_backlog,
         redis=redis_config(settings),
+        handover_ms=1e3 * HANDOVER_SHARE * settings.replicas.graceful_shutdown_s,
         vllm=engine.vllm,
     )
 

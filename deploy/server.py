@@ -121,7 +121,7 @@ def _for_this_machine(settings: Settings, model_dir: Path) -> Settings:
     In a cluster every node finds the model for itself, and says how many cores it has.
     """
     found = {"name_or_dir": str(model_dir), "served_name": settings.served_name}
-    ranks = settings.replicas.num * settings.engine.tensor_parallel_size
+    ranks = settings.replicas.most * settings.engine.tensor_parallel_size
     threads = settings.engine.cpu_threads or max(1, len(os.sched_getaffinity(0)) // ranks)
     return settings.model_copy(
         update={
@@ -186,7 +186,7 @@ def _start_ray(settings: Settings, ray_address: str | None, log_to_driver: bool)
         serve.start(http_options=http, proxy_location="EveryNode")
         return
     # CPUs are only Ray's book-keeping here: enough for all that is asked for
-    cpus = settings.replicas.num * settings.replicas.cpus_per_replica
+    cpus = settings.replicas.most * settings.replicas.cpus_per_replica
     cpus += settings.http.ingress_replicas
     ray.init(
         address="local",
@@ -213,7 +213,7 @@ def _deploy(settings: Settings, progress: Progress, engine_builder: str | None) 
     target = serve.RunTarget(target=application, name=APP_NAME, route_prefix="/")
     serve.run_many([target], wait_for_applications_running=False)
     progress(
-        f"starting {settings.replicas.num} replica(s) of {settings.served_name}, "
+        f"starting {settings.replicas.at_start} replica(s) of {settings.served_name}, "
         f"tensor parallel {settings.engine.tensor_parallel_size}"
     )
     started = reported = time.monotonic()

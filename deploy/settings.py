@@ -107,12 +107,48 @@ class EngineSection(_Section):
     vllm: dict[str, Any] = Field(default_factory=dict)  # passed to vLLM's engine as they are
 
 
+class AutoscalingSection(_Section):
+    """The number of replicas follows the load between two bounds; without a `max` it is fixed."""
+
+    min: Positive = 1
+    max: Positive | None = None
+    target_utilisation: float = Field(default=0.7, gt=0, le=1)
+    down_after_s: float = Field(default=60.0, ge=0, allow_inf_nan=False)
+    scale_to_zero_after_s: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    policy: Literal["slo", "ongoing"] = "slo"
+
+    @field_validator("max")
+    @classmethod
+    def _not_below_min(cls, value: int | None, info: ValidationInfo) -> int | None:
+        low = info.data.get("min")
+        if value is not None and low is not None and value < low:
+            raise ValueError(f"must not be less than min ({low}), got {value}")
+        return value
+
+    @field_validator("policy")
+    @classmethod
+    def _can_wake(cls, value: str, info: ValidationInfo) -> str:
+        if value == "ongoing" and info.data.get("scale_to_zero_after_s") is not None:
+            raise ValueError("can not be ongoing with scale_to_zero_after_s: nothing would wake it")
+        return value
+
+
 class ReplicasSection(_Section):
     num: Positive = 1
+    autoscaling: AutoscalingSection = AutoscalingSection()
     cpus_per_replica: float = Field(default=1.0, gt=0)
     gpus_per_rank: float | None = Field(default=None, ge=0, le=1)  # unset: 1 where there are GPUs
     max_ongoing_requests: Positive | None = None  # unset: four times max_num_seqs
     graceful_shutdown_s: float = Field(default=20.0, ge=0)
+
+    @property
+    def most(self) -> int:
+        """That there may be at a time."""
+        return self.num if self.autoscaling.max is None else self.autoscaling.max
+
+    @property
+    def at_start(self) -> int:
+        return self.num if self.autoscaling.max is None else self.autoscaling.min
 
 
 class PlannerSection(_Section):

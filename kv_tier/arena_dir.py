@@ -34,6 +34,11 @@ class ArenaDir:
     def opening(self) -> Path:
         return self.root / "opening.lock"
 
+    @property
+    def handover(self) -> Path:
+        """Locked by the process that copies the node's chunks to Redis before it ends."""
+        return self.root / "handover.lock"
+
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """One process at a time opens, recreates or destroys. Makes the folders."""
@@ -118,6 +123,7 @@ def destroy_arena(directory: Path, *, force: bool = False) -> None:
         for path in folder.owners.glob("*.*"):
             path.unlink(missing_ok=True)
         folder.owners.rmdir()
+        folder.handover.unlink(missing_ok=True)
         folder.opening.unlink()
     with suppress(OSError):  # it holds other files, or another process opens it again
         directory.rmdir()

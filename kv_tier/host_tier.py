@@ -21,7 +21,7 @@ from kv_tier.entry_table import EntryRow, Eviction
 from kv_tier.extents import GRANULE_BYTES, extent_bytes_for, num_free_bytes, take_extent
 from kv_tier.index_db import RESIDENT
 from kv_tier.integrity import index_problems
-from kv_tier.keys import KEY_BYTES, token_bytes
+from kv_tier.keys import KEY_BYTES, token_bytes, token_ids_of
 from kv_tier.layout import KvLayout
 from kv_tier.owners import OwnerLock, bury_owner, is_owner_alive
 from kv_tier.store import (
@@ -265,6 +265,14 @@ class HostTier:
             if row is None or row.state != RESIDENT:
                 return None
             return self._lease(tx, key, row)
+
+    def hold_with_tokens(self, key: bytes) -> tuple[Lease, list[int]] | None:
+        """As `hold`, and the entry's token ids."""
+        with self._db.transaction() as tx:
+            row = entry_table.find_by_key(tx, key)
+            if row is None or row.state != RESIDENT:
+                return None
+            return self._lease(tx, key, row), token_ids_of(row.token_bytes)
 
     def resident_since(self, cursor: int) -> ResidencyDelta:
         with self._db.snapshot() as tx:

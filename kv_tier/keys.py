@@ -82,6 +82,12 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
     return np.asarray(array("I", token_ids), dtype="<u4").tobytes()
 
 
+def token_ids_of(data: bytes) -> list[int]:
+    """The inverse of `token_bytes`."""
+    ids: list[int] = np.frombuffer(data, dtype="<u4").tolist()
+    return ids
+
+
 def model_fingerprint(model_dir: Path, *, lora_id: str | None = None) -> str:
     """Identity of the weights and of the config that shapes KV, hex.
 

@@ -1,6 +1,8 @@
 """Decisions: cost model, recompute planner, scheduler policy. Pure; no torch, Ray or Redis."""
 
+from planner.arrival_forecast import Arrivals
 from planner.auto_signal import AutoRule
+from planner.autoscaling import Autoscaler, LoadSignal, ScalingConfig, ScalingDecision
 from planner.batch_choice import CacheSmithConfig
 from planner.budget_planner import BudgetPlanner, BudgetPlannerConfig
 from planner.clock import Clock, MonotonicClock
@@ -31,6 +33,7 @@ from planner.scheduler import (
     request_shape,
 )
 from planner.scheduler_policies import CACHESMITH, SCHEDULER_POLICIES, PolicyConfig, build_scheduler
+from planner.service_times import ServiceTimes
 from planner.serving_profile import CostProfile, MeasuredPhase, PhaseFit, ServingProfile
 from planner.timeline import LayerTimes, Link, Timeline, arrivals_ms, layer_times, run_timeline
 from planner.types import (
@@ -57,7 +60,9 @@ __all__ = [
     "FULL_PREFILL",
     "SCHEDULER_POLICIES",
     "STATIC_POLICIES",
+    "Arrivals",
     "AutoRule",
+    "Autoscaler",
     "BatchDecision",
     "BatchPlan",
     "BudgetBand",
@@ -78,6 +83,7 @@ __all__ = [
     "FcfsScheduler",
     "LayerTimes",
     "Link",
+    "LoadSignal",
     "MeasuredPhase",
     "MonotonicClock",
     "PatchDemand",
@@ -100,6 +106,9 @@ __all__ = [
     "RequestPlan",
     "RequestProfile",
     "SamplingOptions",
+    "ScalingConfig",
+    "ScalingDecision",
+    "ServiceTimes",
     "ServingProfile",
     "Signal",
     "SlackPlanner",

@@ -275,6 +275,7 @@ class EngineInfo:
     anchor_ids: tuple[int, ...] = ()
     cost_source: str = "measured at start"  # or "profile"
     reuse_refusal: str | None = None  # why chunk reuse is off for this model, if it is
+    load_ms: float | None = None  # from the replica's start until it served, as measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ class EngineConfig:
     host_tier_eviction: Literal["cost", "lru"] = "cost"
     max_ingest_backlog: int = 1024  # missed chunks remembered for idle time
     redis: RedisTierConfig | None = None  # a second level behind the host tier
+    handover_ms: float = 0.0  # of `close`: to copy there what the node has and it lacks
     profile: ServingProfile | None = None  # of the model; None: costs are measured at start
     vllm: dict[str, Any] = field(default_factory=dict)  # passed through to vLLM's AsyncEngineArgs
 
@@ -42,6 +43,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.batch_hold_ms < 0:
             raise ValueError(f"batch_hold_ms must not be negative, got {self.batch_hold_ms}")
+        if self.handover_ms < 0:
+            raise ValueError(f"handover_ms must not be negative, got {self.handover_ms}")
         if self.parking_bytes < 0:
             raise ValueError(f"parking_bytes must not be negative, got {self.parking_bytes}")
         if self.load_bandwidth_mb_s is not None and self.load_bandwidth_mb_s <= 0:

@@ -21,6 +21,7 @@ from planner.types import PrefillResult
 from replicas.batch import ArrivalTerms
 from replicas.connector_scheduler import REMOTE_TIER
 from replicas.connector_types import ArrivingSegment, RequestParams
+from replicas.handover import Handover, hand_over
 from replicas.segment_keys import segment_queries
 
 log = logging.getLogger(__name__)
@@ -176,6 +177,14 @@ class RemoteChunks:
             bytes_per_ms=speed.bytes_per_ms if loaded and speed.bytes_per_ms else None,
             latency_ms=speed.latency_ms if loaded and speed.latency_ms else None,
         )
+
+    def hand_over(self, timeout_ms: float) -> Handover:
+        """Before `close`: what the node has and Redis lacks goes there. Blocks, nothing else runs.
+
+        Returns what was done.
+        """
+        self._pool.shutdown()  # what it was to hand to the writer is there then
+        return hand_over(self._host, self.tier, timeout_ms=timeout_ms)
 
     def close(self) -> None:
         """Ends every fetch with a miss."""

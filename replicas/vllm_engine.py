@@ -191,6 +191,8 @@ class VllmEngine:
             self._ingesting.cancel()
         if self._ingester is not None:
             await self._ingester.close()
+        if self._remote is not None and self._config.handover_ms > 0.0:
+            await asyncio.to_thread(self._remote.hand_over, self._config.handover_ms)
         if self._engine is not None:
             if self._engine.output_handler is not None:
                 self._engine.output_handler.cancel()  # it would log our shutdown as a failure

@@ -1,7 +1,8 @@
 """When requests come: at a mean rate, in a pattern.
 
 `gamma` has gaps of shape 1/CV² and scale CV²/rate, and is not rescaled to its mean afterwards. In
-`step` and `burst` the rate changes over time, and requests come as Poisson's at each moment's rate.
+`step` and `burst` the rate changes over time: requests come as Poisson's at each moment's rate, or,
+with a `cv` other than 1, with Gamma's gaps, stretched by it.
 """
 
 from pathlib import Path
@@ -39,6 +40,7 @@ class StepArrivals(Part):
     kind: Literal["step"]
     factor: Positive = 2.0
     at: Share = 0.5
+    cv: Positive = 1.0
 
     @property
     def label(self) -> str:
@@ -52,6 +54,7 @@ class BurstArrivals(Part):
     factor: Positive = 6.0
     share: Share = 0.1
     num_bursts: Count = 5  # in the run
+    cv: Positive = 1.0
 
     @property
     def label(self) -> str:
@@ -84,10 +87,11 @@ def arrival_times_ms(
 ) -> Floats:
     """[count], ascending, of a run that starts at 0."""
     gap_ms = 1e3 / rate_per_s
+    cv = getattr(pattern, "cv", 1.0)
     if isinstance(pattern, GammaArrivals):
-        square = pattern.cv**2
-        return np.cumsum(rng.gamma(1.0 / square, square * gap_ms, count))
-    work = np.cumsum(rng.exponential(1.0, count))  # in requests that are expected to have come
+        return np.cumsum(rng.gamma(1.0 / cv**2, cv**2 * gap_ms, count))
+    gaps = rng.exponential(1.0, count) if cv == 1.0 else rng.gamma(1.0 / cv**2, cv**2, count)
+    work = np.cumsum(gaps)  # in requests that are expected to have come
     if isinstance(pattern, PoissonArrivals):
         return work * gap_ms
     if isinstance(pattern, StepArrivals):

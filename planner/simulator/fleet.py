@@ -4,10 +4,13 @@ from functools import partial
 
 import numpy as np
 
+from planner.arrival_forecast import Arrivals
+from planner.autoscaling import LoadSignal
 from planner.budget_planner import BudgetPlanner
 from planner.cost_model import PrefillShape
 from planner.recompute_planner import PlanInput
-from planner.simulator.autoscaling import FixedSize, wanted_replicas
+from planner.service_times import ServiceTimes
+from planner.simulator.autoscaling import FixedSize
 from planner.simulator.cell import Cell
 from planner.simulator.chunk_store import UNLIMITED_TOKENS, LruTier, Node, NodeLink
 from planner.simulator.event_queue import EventQueue
@@ -16,8 +19,6 @@ from planner.simulator.outcomes import Outcomes
 from planner.simulator.replica import SimReplica, SimRequest
 from planner.simulator.scenario import FleetSpec
 from planner.types import ChunkRef
-
-FLOOR_STEP = 256  # tokens: floor costs are asked for in such steps
 
 
 class Fleet:
@@ -37,7 +38,6 @@ class Fleet:
         self._name = name
         self._spec = spec
         self._machine = machine
-        self._planner = planner
         self._events = events
         self._outcomes = outcomes
         self._rng = rng
@@ -49,10 +49,10 @@ class Fleet:
         self._nodes: dict[int, Node] = {}
         self._replicas: dict[int, SimReplica] = {}  # those that are paid, by number
         self._cells: list[Cell] = []
-        self._floors: dict[tuple[int, int], float] = {}
-        self._arrived_ms = 0.0  # floor-cost work since the latest look
+        self._times = ServiceTimes(planner)
+        self._arrived = Arrivals()
         sizing = spec.sizing
-        self._enough_until_ms = 0.0 if isinstance(sizing, FixedSize) else sizing.calm_s * 1e3
+        self._sizer = None if isinstance(sizing, FixedSize) else sizing.sizer()
 
     def open(self, cells: list[Cell]) -> None:
         """All replicas are up at time 0. cells: their schedulers; each gets every so many-th."""
@@ -67,8 +67,10 @@ class Fleet:
 
     def submit(self, request: SimRequest) -> None:
         """To the scheduler with the shortest queue; of equals, to that with more free replicas."""
-        if not isinstance(self._spec.sizing, FixedSize):
-            self._arrived_ms += self._floor_ms(request)
+        if self._sizer is not None:
+            objective_ms = request.profile.ttft_slo_ms
+            counted = self._arrived.counted()
+            self._arrived = counted.sized(*self._service_ms(request), objective_ms)
         cells = self._cells
         cell = cells[0] if len(cells) == 1 else min(cells, key=_crowding)
         cell.submit(request)
@@ -159,30 +161,40 @@ class Fleet:
     # --- number ------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Every period: start more, or let some go once fewer have been enough for long."""
+        """Every period: start more, or let some go."""
         sizing = self._spec.sizing
-        assert not isinstance(sizing, FixedSize)
+        assert self._sizer is not None and not isinstance(sizing, FixedSize)
         now = self._events.now_ms()
-        period_ms = sizing.period_s * 1e3
-        waiting = [
-            (self._slack_ms(request, now), self._floor_ms(request))
-            for cell in self._cells
-            for request in cell.waiting()
-        ]
-        share, self._arrived_ms = self._arrived_ms / period_ms, 0.0
-        wanted = wanted_replicas(sizing, waiting=waiting, arriving_share=share)
         staying = [n for n, replica in self._replicas.items() if not replica.is_draining]
-        if wanted >= len(staying):
-            self._enough_until_ms = now + sizing.calm_s * 1e3
+        wanted = self._sizer.wanted(self._signal(now), num_target=len(staying), now_s=now / 1e3)
         for _ in range(wanted - len(staying)):
             number = 0
             while number in self._replicas:
                 number += 1
             self._order(number)
-        if now >= self._enough_until_ms:
-            for number in sorted(staying, reverse=True)[: len(staying) - wanted]:
-                self._let_go(number)
-        self._events.after(period_ms, self._look)
+        leaving = max(0, len(staying) - wanted)
+        for number in sorted(staying, reverse=True)[:leaving]:
+            self._let_go(number)
+        self._events.after(sizing.period_s * 1e3, self._look)
+
+    def _signal(self, now_ms: float) -> LoadSignal:
+        """As the scheduler's; several schedulers are one here."""
+        ready = [r for r in self._replicas.values() if r.is_alive and not r.is_draining]
+        running = [r.batch.expected_end_ms for r in ready if r.batch is not None]
+        return LoadSignal(
+            epoch=self._name,
+            at_ms=now_ms,
+            waiting=tuple(
+                (self._slack_ms(request, now_ms), self._service_ms(request)[0])
+                for cell in self._cells
+                for request in cell.waiting()
+            ),
+            prefill_ms=sum(max(0.0, end_ms - now_ms) for end_ms in running),
+            num_active=sum(len(replica.active) for replica in ready),
+            num_ready=len(ready),
+            load_ms=self._spec.startup_s * 1e3,
+            arrived=self._arrived,
+        )
 
     def _let_go(self, number: int) -> None:
         replica = self._replicas[number]
@@ -199,18 +211,16 @@ class Fleet:
         idx = request.idx
         return float(self._outcomes.arrival_ms[idx] + self._outcomes.slo_ms[idx] - now_ms)
 
-    def _floor_ms(self, request: SimRequest) -> float:
-        """With all chunks stored, in steps of the lengths."""
-        context = -(-request.profile.num_context_tokens // FLOOR_STEP) * FLOOR_STEP
-        other = request.profile.num_prompt_tokens - request.profile.num_context_tokens
-        always = -(-other // FLOOR_STEP) * FLOOR_STEP
-        key = (context, always)
-        if key not in self._floors:
-            shape = PrefillShape(num_cached=context, num_always=always)
-            config = request.profile.config
-            asked = PlanInput(shape=shape, policy=request.profile.policy, config=config)
-            self._floors[key] = self._planner.floor_ms([asked], self._machine.cost)
-        return self._floors[key]
+    def _service_ms(self, request: SimRequest) -> tuple[float, float]:
+        """At the floor and at the saturation, with all chunks stored."""
+        context = request.profile.num_context_tokens
+        always = request.profile.num_prompt_tokens - context
+        asked = PlanInput(
+            shape=PrefillShape(num_cached=context, num_always=always),
+            policy=request.profile.policy,
+            config=request.profile.config,
+        )
+        return self._times.of(asked, self._machine.cost)
 
 
 def _crowding(cell: Cell) -> tuple[bool, int]:

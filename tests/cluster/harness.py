@@ -16,6 +16,7 @@ from ray.serve import Application
 
 from cluster import scheduler_actor
 from cluster.config import (
+    AutoscalingSpec,
     ClusterConfig,
     IngressConfig,
     ReplicaConfig,
@@ -42,8 +43,22 @@ class Server:
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30.0)
 
-    def delays(self, *, prefill_ms: float = 0.0, token_ms: float = 0.0) -> None:
-        for name, value in (("prefill_ms", prefill_ms), ("token_ms", token_ms)):
+    def delays(
+        self,
+        *,
+        prefill_ms: float = 0.0,
+        token_ms: float = 0.0,
+        start_ms: float = 0.0,
+        cost_ms: float = 0.0,
+    ) -> None:
+        """cost_ms: what the engine says of itself"""
+        told = {
+            "prefill_ms": prefill_ms,
+            "token_ms": token_ms,
+            "start_ms": start_ms,
+            "cost_ms": cost_ms,
+        }
+        for name, value in told.items():
             part = self.state_dir / f"{name}.part"
             part.write_text(str(value))
             part.rename(self.state_dir / name)
@@ -111,29 +126,40 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def fake_app(server: Server, *, num_replicas: int) -> Application:
+def fake_app(
+    server: Server,
+    *,
+    num_replicas: int = 1,
+    autoscaling: AutoscalingSpec | None = None,
+    limits: QueueLimits | None = None,
+) -> Application:
     """Small queue, small batches, the fake engine."""
-    limits = QueueLimits(max_waiting=8, max_batch_requests=4)
+    limits = limits or QueueLimits(max_waiting=8, max_batch_requests=4)
+    may_sleep = autoscaling is not None and autoscaling.scaling.scale_to_zero_after_s is not None
     scheduler = SchedulerConfig(policy=PolicyConfig(rules=CacheSmithConfig(limits=limits)))
     return cluster_app(
         ClusterConfig(
             app_name=APP,
             ingress=IngressConfig(
-                model=str(server.model_dir), model_name=MODEL, scheduler=scheduler
+                model=str(server.model_dir),
+                model_name=MODEL,
+                scheduler=scheduler,
+                may_sleep=may_sleep,
             ),
             replica=ReplicaConfig(
                 builder="tests.fakes.fake_engine:build",
                 engine=FakeEngineConfig(state_dir=str(server.state_dir), max_num_seqs=4),
             ),
             num_replicas=num_replicas,
+            autoscaling=autoscaling,
             graceful_shutdown_s=5.0,
         )
     )
 
 
 @contextmanager
-def running_cluster(tmp: Path, *, num_replicas: int = 2) -> Iterator[Server]:
-    """Everything from nothing to nothing."""
+def running_cluster(tmp: Path, *, num_replicas: int = 2, **options: Any) -> Iterator[Server]:
+    """Everything from nothing to nothing. options: of `fake_app`"""
     model_dir = write_model_dir(tmp / "model")
     state_dir = tmp / "state"
     state_dir.mkdir()
@@ -150,7 +176,8 @@ def running_cluster(tmp: Path, *, num_replicas: int = 2) -> Iterator[Server]:
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
         server = Server(url=f"http://127.0.0.1:{port}", state_dir=state_dir, model_dir=model_dir)
-        serve.run(fake_app(server, num_replicas=num_replicas), name=APP, route_prefix="/")
+        app = fake_app(server, num_replicas=num_replicas, **options)
+        serve.run(app, name=APP, route_prefix="/")
         wait_until(lambda: server.num_ready() == num_replicas, timeout_s=30, what="ready")
         yield server
         serve.delete(APP)

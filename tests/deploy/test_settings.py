@@ -348,3 +348,51 @@ def test_keys_and_limits_reach_the_ingress():
     assert ingress.max_body_bytes == 2 << 20
     default = cluster_config(load_settings()).ingress
     assert default.api_keys_file == "" and default.max_body_bytes == 16 << 20
+
+
+def test_the_number_of_replicas_is_fixed_unless_there_is_a_most():
+    fixed = load_settings(overrides={"replicas": {"num": 3}})
+    assert cluster_config(fixed).autoscaling is None
+    assert (fixed.replicas.most, fixed.replicas.at_start) == (3, 3)
+    scaled = load_settings(
+        overrides={
+            "replicas": {
+                "num": 3,
+                "graceful_shutdown_s": 40,
+                "autoscaling": {"min": 2, "max": 5, "down_after_s": 9, "target_utilisation": 0.5},
+            }
+        }
+    )
+    assert (scaled.replicas.most, scaled.replicas.at_start) == (5, 2)
+    config = cluster_config(scaled)
+    spec = config.autoscaling
+    assert spec is not None and spec.policy == "slo" and not config.ingress.may_sleep
+    scaling = spec.scaling
+    assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
+    assert (scaling.down_after_s, scaling.target_utilisation) == (9.0, 0.5)
+    assert config.replica.engine.handover_ms == 10_000.0
+
+
+def test_sleeping_replicas_are_healthy_only_where_the_number_may_change():
+    sleeping = {"scale_to_zero_after_s": 60}
+    without_most = load_settings(overrides={"replicas": {"autoscaling": sleeping}})
+    assert not cluster_config(without_most).ingress.may_sleep
+    settings = load_settings(overrides={"replicas": {"autoscaling": {**sleeping, "max": 2}}})
+    assert cluster_config(settings).ingress.may_sleep
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        ({"min": 0}, "min"),
+        ({"min": 3, "max": 2}, "max"),
+        ({"target_utilisation": 0}, "target_utilisation"),
+        ({"down_after_s": float("inf")}, "down_after_s"),
+        ({"scale_to_zero_after_s": -1}, "scale_to_zero_after_s"),
+        ({"policy": "ongoing", "scale_to_zero_after_s": 5}, "policy"),
+        ({"policy": "guess"}, "policy"),
+    ],
+)
+def test_impossible_autoscaling_is_refused_with_its_key(wrong, key):
+    with pytest.raises(SettingsError, match=rf"replicas\.autoscaling\.{key}"):
+        load_settings(overrides={"replicas": {"autoscaling": wrong}})

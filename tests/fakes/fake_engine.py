@@ -36,8 +36,9 @@ class FakeEngineConfig:
     """`state_dir` is how a test in another process sees and steers the engine.
 
     `events` there gets a line for each thing that happens ("start ID", "first ID", "done ID",
-    "cancelled ID"); the files `prefill_ms` and `token_ms` hold delays; a file `die` makes the
-    engine dead, a file `broken` makes it fail to start.
+    "cancelled ID"); the files `prefill_ms`, `token_ms` and `start_ms` hold delays, `cost_ms` what
+    the engine says that a prefill takes; a file `die` makes the engine dead, a file `broken` makes
+    it fail to start.
     """
 
     state_dir: str
@@ -85,6 +86,7 @@ class FakeEngine:
     async def start(self) -> EngineInfo:
         if (self._dir / "broken").exists():
             raise RuntimeError("the fake engine is told to be broken")
+        await asyncio.sleep(self._delay_ms("start_ms") / 1e3)
         self._note(f"pid {os.getpid()}")
         return EngineInfo(
             model=self._config.model,
@@ -104,7 +106,7 @@ class FakeEngine:
     def cost(self) -> CostModel:
         return CostModel(
             num_layers=NUM_LAYERS,
-            fixed_ms=1.0,
+            fixed_ms=max(1.0, self._delay_ms("cost_ms")),
             row_ms=0.01,
             pair_ms=0.0,
             selected_pair_ms=0.0,

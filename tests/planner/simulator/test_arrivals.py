@@ -34,7 +34,12 @@ def test_gaps_have_the_rate_and_the_variation_that_were_asked_for(pattern, cv):
 
 
 @pytest.mark.parametrize(
-    "pattern", [StepArrivals(kind="step"), BurstArrivals(kind="burst", num_bursts=3)]
+    "pattern",
+    [
+        StepArrivals(kind="step"),
+        BurstArrivals(kind="burst", num_bursts=3),
+        BurstArrivals(kind="burst", num_bursts=3, cv=1.5),
+    ],
 )
 def test_changing_rates_keep_the_mean(pattern):
     found = times(pattern)
@@ -51,6 +56,16 @@ def test_a_step_changes_the_rate_by_its_factor():
 def test_a_burst_has_its_share_of_the_requests():
     found = times(BurstArrivals(kind="burst", factor=9.0, share=0.1, num_bursts=1))
     assert (found > 0.9 * COUNT * 50.0).mean() == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_burst_of_gamma_gaps_is_more_bursty_than_poissons():
+    def spread(cv):
+        found = times(BurstArrivals(kind="burst", factor=10.0, share=0.3, num_bursts=1, cv=cv))
+        quiet = np.diff(found[found < 0.7 * COUNT * 50.0])
+        return quiet.std() / quiet.mean()
+
+    assert spread(1.0) == pytest.approx(1.0, rel=0.06)
+    assert spread(3.0) == pytest.approx(3.0, rel=0.15)
 
 
 def test_streams_of_different_purposes_are_different_and_repeat():

@@ -5,8 +5,9 @@ import math
 import pytest
 
 from planner import ChunkRef
+from planner.autoscaling import LoadSignal
 from planner.simulator import MACHINES
-from planner.simulator.autoscaling import QueueWork, replicas_for_queue, wanted_replicas
+from planner.simulator.autoscaling import OngoingSizing
 from planner.simulator.chunk_store import LruTier, Node, NodeLink
 from planner.simulator.event_queue import EventQueue
 
@@ -60,16 +61,6 @@ def test_a_link_is_shared_by_those_that_load_and_changes_over_time():
     assert link.begin(1.0, 1, now_ms=60.0) == 10.0
 
 
-def test_the_queue_asks_for_what_its_deadlines_need():
-    assert replicas_for_queue([]) == 0.0
-    assert replicas_for_queue([(100.0, 50.0), (100.0, 100.0), (30.0, 31.0)]) == 1.5
-    assert replicas_for_queue([(1_000.0, 10.0), (20.0, 20.0)]) == 1.0
-    sizing = QueueWork(kind="queue_work", min_replicas=2, max_replicas=5, utilisation=0.5)
-    assert wanted_replicas(sizing, waiting=[], arriving_share=0.1) == 2
-    assert wanted_replicas(sizing, waiting=[], arriving_share=1.5) == 3
-    assert wanted_replicas(sizing, waiting=[(10.0, 10.0)] * 9, arriving_share=0.0) == 5
-
-
 @pytest.mark.parametrize(
     ("name", "tokens_per_s", "kv_kib"),
     [("qwen3-8b-h200", 31e3, 144), ("qwen3-32b-2xh200", 13e3, 256)],
@@ -79,3 +70,46 @@ def test_hardware_by_arithmetic_has_the_right_size(name, tokens_per_s, kv_kib):
     assert 8_000 / machine.full_prefill_ms(8_000) * 1e3 == pytest.approx(tokens_per_s, rel=0.1)
     assert machine.kv_token_bytes * machine.cost.num_layers == kv_kib * 1024
     assert 500_000 < machine.kv_capacity_tokens < 800_000
+
+
+class Ongoing:
+    """Serve's rule on a clock that the test moves."""
+
+    def __init__(self, **changes):
+        fields = {"max_replicas": 6, "upscale_delay_s": 3, "downscale_delay_s": 6, "look_back_s": 2}
+        self.sizer = OngoingSizing(kind="ongoing", **{**fields, **changes}).sizer()
+        self.now_s, self.num = 0.0, 1
+
+    def run(self, seconds, num_active, *, num_ready=None):
+        for _ in range(seconds):
+            self.now_s += 1.0
+            ready = self.num if num_ready is None else num_ready
+            signal = LoadSignal(
+                epoch="e", at_ms=self.now_s * 1e3, num_active=num_active, num_ready=ready
+            )
+            self.num = self.sizer.wanted(signal, num_target=self.num, now_s=self.now_s)
+        return self.num
+
+
+def test_serves_rule_wants_two_requests_a_replica_after_its_delays():
+    rule = Ongoing()
+    assert rule.run(3, 6) == 1  # not yet
+    assert rule.run(1, 6) == 3
+    assert rule.run(30, 6) == 3
+    assert rule.run(5, 2) == 3
+    assert rule.run(6, 2) == 1
+    assert Ongoing().run(60, 100) == 6  # the bound
+    assert Ongoing(min_replicas=1).run(60, 0) == 1
+    assert Ongoing().run(60, 100, num_ready=0) == 1  # nobody reports
+
+
+def test_serves_rule_forgets_a_wish_that_did_not_last():
+    rule = Ongoing(look_back_s=0.5)
+    for _ in range(5):
+        rule.run(2, 6)
+        assert rule.run(2, 2) == 1
+
+
+def test_a_range_of_replicas_is_one():
+    with pytest.raises(ValueError, match="max_replicas"):
+        OngoingSizing(kind="ongoing", min_replicas=4, max_replicas=3)

@@ -64,7 +64,7 @@ FAULTS = {"mtbf_s": 8.0, "deaths": [[1.0, 0], [1.5, 1]]}
         {"replicas": 2, "schedulers": 2, "faults": FAULTS, "startup_s": 0.5},
         {"max_num_seqs": 3, "kv_tokens": 14_000, "parking_tokens": 20_000},
         {
-            "sizing": {"kind": "queue_work", "max_replicas": 4, "period_s": 1, "calm_s": 3},
+            "sizing": {"kind": "slo", "max_replicas": 4, "period_s": 1, "down_after_s": 3},
             "startup_s": 2.0,
         },
     ],
@@ -98,7 +98,7 @@ def test_what_waits_too_long_is_cancelled_and_what_finds_no_place_is_refused():
 
 
 def test_replicas_that_are_added_help_and_are_paid():
-    sizing = {"kind": "queue_work", "max_replicas": 4, "period_s": 1, "calm_s": 1}
+    sizing = {"kind": "slo", "max_replicas": 4, "period_s": 1, "down_after_s": 1}
     changes = {"load": {"of_full_prefill": 1.5}, "slo": {"times_full_prefill": 4.0}}
     fixed = summary(run(scenario(**changes), "full_prefill"))
     scaled = summary(run(scenario({"sizing": sizing, "startup_s": 1.0}, **changes), "full_prefill"))

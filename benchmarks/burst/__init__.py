@@ -1,0 +1,1 @@
+"""Bursts against an application whose number of replicas follows the load, or does not."""
