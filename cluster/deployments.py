@@ -3,12 +3,14 @@
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from cluster.config import ClusterConfig, scheduler_address
 from cluster.ingress import Ingress
 from cluster.replica import Replica
 from cluster.router import TicketRouter
 
+_LOGGING = LoggingConfig(enable_access_log=False)  # the metrics count requests, for less
 _INGRESS_SPARE_CALLS = 64  # health, metrics and chunk calls beside the waiting requests
 
 
@@ -32,6 +34,7 @@ def cluster_app(config: ClusterConfig) -> Application:
             "num_gpus": config.gpus_per_replica,
             "runtime_env": {"env_vars": dict(config.replica_env)},
         },
+        logging_config=_LOGGING,
         # the ranks are child processes of the replica, so one bundle holds what they all need
         placement_group_bundles=[bundle],
         placement_group_strategy="STRICT_PACK",
@@ -52,6 +55,7 @@ def cluster_app(config: ClusterConfig) -> Application:
         health_check_timeout_s=config.health_check_timeout_s,
         graceful_shutdown_timeout_s=config.graceful_shutdown_s,
         graceful_shutdown_wait_loop_s=0.5,
+        logging_config=_LOGGING,
         ray_actor_options={"num_cpus": config.cpus_per_ingress},
     )
     return ingress.bind(config.ingress, scheduler, replicas)
