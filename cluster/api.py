@@ -21,6 +21,7 @@ from cluster.api_types import (
     CachesmithOptions,
     ChatCompletionRequest,
     CompletionRequest,
+    Document,
     GenerationRequest,
     IngestRequest,
 )
@@ -39,11 +40,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_QUICK_CHARS = 2_000  # tokenised in less than a millisecond
 SloHeader = Annotated[str | None, Header(alias="x-slo-ttft-ms")]
 
 
 class ApiFront:
-    """What the routes do, over a gateway. Tokenising has a thread of its own."""
+    """What the routes do, over a gateway. Tokenising much has a thread of its own."""
 
     def __init__(
         self,
@@ -63,13 +65,16 @@ class ApiFront:
         self._clock = clock
         self._default_ttft_slo_ms = default_ttft_slo_ms
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._num_in_thread = 0
 
     async def chat(
         self, body: ChatCompletionRequest, request: Request, slo: str | None
     ) -> Response:
         self._check_model(body.model)
         ttft_slo_ms = self._ttft_slo_ms(body, slo)
-        prompt = await self._in_thread(self._prompts.chat, body.messages, body.documents or [])
+        documents = body.documents or []
+        num_chars = sum(len(message.text) for message in body.messages)
+        prompt = await self._tokenized(num_chars, self._prompts.chat, body.messages, documents)
         return await self._answer(body, prompt, request, ttft_slo_ms, chat=True)
 
     async def complete(
@@ -77,7 +82,10 @@ class ApiFront:
     ) -> Response:
         self._check_model(body.model)
         ttft_slo_ms = self._ttft_slo_ms(body, slo)
-        prompt = await self._in_thread(self._prompts.plain, body.prompt, body.documents or [])
+        documents = body.documents or []
+        prompt = await self._tokenized(
+            len(body.prompt), self._prompts.plain, body.prompt, documents
+        )
         if prompt.num_tokens == 0:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
         return await self._answer(body, prompt, request, ttft_slo_ms, chat=False)
@@ -232,8 +240,28 @@ class ApiFront:
             return body.slo.ttft_ms
         return from_header or self._default_ttft_slo_ms
 
+    async def _tokenized(
+        self, num_chars: int, build: Callable[..., Prompt], text: Any, documents: list[Document]
+    ) -> Prompt:
+        """Here if it is quick and the thread is idle: changing threads takes longer than that.
+
+        num_chars: of `text`
+        """
+        if not self._num_in_thread and num_chars <= _QUICK_CHARS:
+            num_chars += self._prompts.num_new_chars(documents)
+            if num_chars <= _QUICK_CHARS:
+                return build(text, documents)
+        return await self._in_thread(build, text, documents)
+
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *args)
+        loop = asyncio.get_running_loop()
+        self._num_in_thread += 1
+        working = self._tokenizing.submit(work, *args)
+        working.add_done_callback(lambda _: loop.call_soon_threadsafe(self._left_thread))
+        return await asyncio.wrap_future(working)
+
+    def _left_thread(self) -> None:
+        self._num_in_thread -= 1
 
 
 async def _open_stream(
@@ -252,9 +280,7 @@ async def _events(
     first: Piece, pieces: AsyncGenerator[Piece, None], answer_format: ResponseFormat
 ) -> AsyncGenerator[str, None]:
     """The whole stream. An error after the first token is its last event, without [DONE]."""
-    if opening := answer_format.first_event():
-        yield opening
-    yield answer_format.event(first)
+    yield (answer_format.first_event() or "") + answer_format.event(first)  # one message, not two
     last = first
     try:
         async for piece in pieces:

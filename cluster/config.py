@@ -74,6 +74,7 @@ class PromptConfig:
     untitled_template: str = "{text}\n\n"
     question_template: str = "{question}"
     max_chunk_tokens: int = 2048  # longer documents become several chunks
+    token_cache_tokens: int = 1 << 20  # of documents tokenised lately, kept by each ingress
 
     def __post_init__(self) -> None:
         if self.document_template.count("{text}") != 1:
@@ -84,6 +85,10 @@ class PromptConfig:
             raise ValueError("question_template must hold {question} once")
         if self.max_chunk_tokens < 1:
             raise ValueError(f"max_chunk_tokens must be 1 or more, got {self.max_chunk_tokens}")
+        if self.token_cache_tokens < 0:
+            raise ValueError(
+                f"token_cache_tokens must not be negative, got {self.token_cache_tokens}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

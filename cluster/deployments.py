@@ -5,6 +5,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from cluster.autoscaling import serve_config
 from cluster.config import ClusterConfig, SchedulerAddress, scheduler_address
@@ -12,6 +13,7 @@ from cluster.ingress import Ingress
 from cluster.replica import Replica
 from cluster.router import TicketRouter
 
+_LOGGING = LoggingConfig(enable_access_log=False)  # the metrics count requests, for less
 _INGRESS_SPARE_CALLS = 64  # health, metrics and chunk calls beside the waiting requests
 
 
@@ -35,6 +37,7 @@ def cluster_app(config: ClusterConfig) -> Application:
             "num_gpus": config.gpus_per_replica,
             "runtime_env": {"env_vars": dict(config.replica_env)},
         },
+        logging_config=_LOGGING,
         # the ranks are child processes of the replica, so one bundle holds what they all need
         placement_group_bundles=[bundle],
         placement_group_strategy="STRICT_PACK",
@@ -55,6 +58,7 @@ def cluster_app(config: ClusterConfig) -> Application:
         health_check_timeout_s=config.health_check_timeout_s,
         graceful_shutdown_timeout_s=config.graceful_shutdown_s,
         graceful_shutdown_wait_loop_s=0.5,
+        logging_config=_LOGGING,
         ray_actor_options={"num_cpus": config.cpus_per_ingress},
     )
     return ingress.bind(config.ingress, scheduler, replicas)

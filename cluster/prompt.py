@@ -9,6 +9,7 @@ from typing import Protocol
 from cluster.api_types import Document, Message
 from cluster.config import PromptConfig
 from cluster.errors import ApiError, ChatTemplateError
+from cluster.token_cache import TokenCache
 
 
 class ChatTokenizer(Protocol):
@@ -43,6 +44,7 @@ class PromptBuilder:
     def __init__(self, tokenizer: ChatTokenizer, config: PromptConfig) -> None:
         self._tokenizer = tokenizer
         self._config = config
+        self._cache = TokenCache(config.token_cache_tokens)
         # random, so that no message can hold it and move the documents
         self._sentinel = f"[documents:{secrets.token_hex(16)}]"
         self._split(tokenizer.render_chat([{"role": "user", "content": self._sentinel}]))
@@ -88,15 +90,21 @@ class PromptBuilder:
     def document_chunks(self, documents: Sequence[Document]) -> list[list[tuple[int, ...]]]:
         """The chunks of each document, none for an empty one; long documents are cut in order."""
         texts = [self._document_text(document) for document in documents]
-        encoded = iter(
-            self._tokenizer.encode([t for t in texts if t is not None], add_special_tokens=False)
-        )
+        found = {text: self._cache.get(text) for text in texts if text is not None}
+        new = [text for text, pieces in found.items() if pieces is None]
         size = self._config.max_chunk_tokens
-        chunks: list[list[tuple[int, ...]]] = []
-        for text in texts:
-            ids = [] if text is None else next(encoded)
-            chunks.append([tuple(ids[i : i + size]) for i in range(0, len(ids), size)])
-        return chunks
+        for text, ids in zip(
+            new, self._tokenizer.encode(new, add_special_tokens=False), strict=True
+        ):
+            pieces = tuple(tuple(ids[i : i + size]) for i in range(0, len(ids), size))
+            found[text] = pieces
+            self._cache.put(text, pieces)
+        return [list(found[text] or ()) if text is not None else [] for text in texts]
+
+    def num_new_chars(self, documents: Sequence[Document]) -> int:
+        """Characters of these documents that are not tokenised yet."""
+        texts = {self._document_text(document) for document in documents}
+        return sum(len(text) for text in texts if text is not None and text not in self._cache)
 
     def _document_text(self, document: Document) -> str | None:
         if not document.text or document.text.isspace():

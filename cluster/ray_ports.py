@@ -26,6 +26,7 @@ from cluster.messages import (
     RequestOutcome,
     SchedulerStatus,
 )
+from cluster.outbox import Outbox
 from planner import RagRequest, RequestProfile, Ticket
 from replicas.interface import EngineDeadError, GenerationDelta, StoredChunk
 
@@ -53,6 +54,7 @@ class RayScheduler:
         self._handle: ActorHandle[Any] | None = None
         self._answered_at = time.monotonic()
         self._status: SchedulerStatus | None = None
+        self._outbox = Outbox(self._tell)
 
     async def start(self) -> None:
         """Find or start the actor; one with another config is replaced."""
@@ -101,13 +103,13 @@ class RayScheduler:
                 await _let_own_cancellation_come()
 
     def abandon(self, request_id: str) -> None:
-        self._tell("abandon", request_id)
+        self._outbox.put(("abandon", request_id))
 
     def record(self, outcome: RequestOutcome) -> None:
-        self._tell("record", outcome)
+        self._outbox.put(("record", outcome), can_wait=True)
 
     def replica_lost(self, replica_id: str) -> None:
-        self._tell("replica_lost", replica_id)
+        self._outbox.put(("replica_lost", replica_id))
 
     async def metrics_text(self) -> bytes:
         try:
@@ -138,11 +140,9 @@ class RayScheduler:
                 ray.cancel(ref)
         self.abandon(request_id)  # a ticket may just be on its way
 
-    def _tell(self, method: str, argument: object) -> None:
-        """Call without waiting. What is lost with the actor, reports and expiry make good."""
+    async def _tell(self, messages: list[scheduler_actor.Message]) -> None:
         if self._handle is not None:
-            with suppress(RayError):
-                getattr(self._handle, method).remote(argument)
+            await scheduler_actor.tell(self._handle, messages)
 
     async def _resolve(self) -> ActorHandle[Any]:
         handle = self._handle

@@ -20,6 +20,7 @@ from cluster import scheduler_actor
 from cluster.cache_messages import CacheCommand
 from cluster.config import ReplicaConfig, SchedulerAddress
 from cluster.messages import ActiveRequest, AnsweredBy, IngestResult, Refusal, ReplicaAddress
+from cluster.outbox import Outbox
 from cluster.replica_reporter import ReplicaReporter
 from planner import RagRequest, Ticket
 from replicas.cache_types import CacheError
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MIN_REPORT_GAP_S = 0.05
+_MIN_REPORT_GAP_S = 0.25
 
 
 class Replica:
@@ -50,6 +51,7 @@ class Replica:
         self._config = config
         self._address = scheduler
         self._scheduler: ActorHandle[Any] | None = None
+        self._outbox = Outbox(self._tell)
         self._active: dict[str, ActiveRequest] = {}
         self._changed = asyncio.Event()
         self._lone_batch_ids = itertools.count(-1, -1)
@@ -89,7 +91,7 @@ class Replica:
                 async for delta in deltas:
                     if self._active[request_id].in_prefill:
                         self._active[request_id] = replace(active, in_prefill=False)
-                        self._tell("first_token", self._replica_id, request_id)
+                        self._outbox.put(("first_token", self._replica_id, request_id))
                     yield delta
         except PromptTooLongError as exc:
             yield Refusal(status=400, message=str(exc), code="context_length_exceeded")
@@ -97,7 +99,7 @@ class Replica:
             self._end_process(exc)
         finally:
             self._active.pop(request_id, None)
-            self._tell("finished", request_id)
+            self._outbox.put(("finished", request_id))
             self._changed.set()
 
     async def ingest(
@@ -164,11 +166,9 @@ class Replica:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), self._config.report_period_s)
 
-    def _tell(self, method: str, *arguments: object) -> None:
-        """Call without waiting; the next report makes good what is lost with the scheduler."""
+    async def _tell(self, messages: list[scheduler_actor.Message]) -> None:
         if self._scheduler is not None:
-            with suppress(RayError):
-                getattr(self._scheduler, method).remote(*arguments)
+            await scheduler_actor.tell(self._scheduler, messages)
 
     def _end_process(self, reason: EngineDeadError) -> NoReturn:
         log.error("engine_dead replica=%s reason=%s", self._replica_id, reason)

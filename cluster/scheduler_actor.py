@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from cluster.config import SchedulerAddress, SchedulerConfig
-from cluster.messages import Refusal, ReplicaReport, ReportAck, RequestOutcome, SchedulerStatus
+from cluster.messages import Refusal, ReplicaReport, ReportAck, SchedulerStatus
 from cluster.metrics import ServerMetrics
 from cluster.scheduler_service import SchedulerService
 from planner import (
@@ -21,7 +23,10 @@ from planner import (
     build_scheduler,
 )
 
+Message = tuple[Any, ...]  # a method of the service and its arguments
+
 _MAX_CONCURRENCY = 10_000  # admissions wait inside their call
+_TELL_TIMEOUT_S = 5.0
 
 
 class SchedulerActor:
@@ -47,26 +52,16 @@ class SchedulerActor:
     async def admit(self, profile: RequestProfile) -> Ticket | Refusal:
         return await self._service.admit(profile)
 
-    async def abandon(self, request_id: str) -> None:
-        self._service.abandon(request_id)
-
-    async def record(self, outcome: RequestOutcome) -> None:
-        self._service.record(outcome)
-
-    async def replica_lost(self, replica_id: str) -> None:
-        self._service.replica_lost(replica_id)
+    async def tell(self, messages: Sequence[Message]) -> None:
+        """Calls of the service without an answer, in order."""
+        for method, *arguments in messages:
+            getattr(self._service, method)(*arguments)
 
     async def sync_replicas(self, router_id: str, replica_ids: Sequence[str]) -> None:
         self._service.sync_replicas(router_id, replica_ids)
 
     async def report(self, report: ReplicaReport) -> ReportAck:
         return self._service.report(report)
-
-    async def first_token(self, replica_id: str, request_id: str) -> None:
-        self._service.first_token(replica_id, request_id)
-
-    async def finished(self, request_id: str) -> None:
-        self._service.finished(request_id)
 
     async def status(self) -> SchedulerStatus:
         return self._service.status()
@@ -109,6 +104,12 @@ def replace_if_stale(address: SchedulerAddress, config: SchedulerConfig) -> Acto
 def find(address: SchedulerAddress) -> ActorHandle[Any]:
     """The running scheduler. Raises ValueError if there is none. Blocks: call it in a thread."""
     return ray.get_actor(address.name, namespace=address.namespace)
+
+
+async def tell(handle: ActorHandle[Any], messages: Sequence[Message]) -> None:
+    """What is lost with the actor, reports and expiry make good."""
+    with suppress(RayError, TimeoutError):
+        await asyncio.wait_for(handle.tell.remote(messages), _TELL_TIMEOUT_S)
 
 
 def stop(address: SchedulerAddress) -> None:

@@ -66,6 +66,8 @@ class _Replica:
     info: EngineInfo
     tiers: TierReport | None
     at_ms: float
+    state: ReplicaState | None = None  # as last offered to the scheduler
+    made_of: tuple[int, int, float | None] = (0, 0, None)  # leases, their tokens, busy until
 
 
 class SchedulerService:
@@ -253,10 +255,15 @@ class SchedulerService:
             replica_id: self._state(replica_id, leases_of.get(replica_id, []), now_ms)
             for replica_id in sorted(running & self._replicas.keys())
         }
+        num_free = sum(state.is_free for state in states.values())
+        # asked once even if none is free: what no replica can ever hold is refused at once
         while decision := self._decide(list(states.values()), now_ms):
             replica_id = decision.replica_id
             self._grant(decision, states[replica_id], now_ms)
             states[replica_id] = self._state(replica_id, self._leases.of(replica_id), now_ms)
+            num_free -= not states[replica_id].is_free
+            if not num_free or not self._scheduler.num_waiting:
+                break
         for refused in self._scheduler.take_refused(now_ms=now_ms):
             self._give_up(refused)
 
@@ -268,6 +275,9 @@ class SchedulerService:
         return decision
 
     def _dispatch_in(self, delay_ms: float) -> None:
+        """Soon, if anybody waits; what is late expires by the next tick anyway."""
+        if not self._scheduler.num_waiting:
+            return
         due_ms = self._clock.now_ms() + delay_ms
         if self._due_ms is None or due_ms < self._due_ms:
             self._due_ms = due_ms
@@ -328,23 +338,37 @@ class SchedulerService:
         waiter.future.set_result(refusal)
 
     def _state(self, replica_id: str, leases: Sequence[Lease], now_ms: float) -> ReplicaState:
-        """Of a replica that can take a batch, or is in prefill."""
-        info, report = self._replicas[replica_id].info, self._replicas[replica_id].report
+        """Of a replica that can take a batch, or is in prefill.
+
+        The same object while nothing has changed: the scheduler looks at new ones alone.
+        """
+        replica = self._replicas[replica_id]
+        in_prefill = [lease.prefill_until_ms for lease in leases if lease.in_prefill]
+        busy_until_ms = max(now_ms, *in_prefill) if in_prefill else None
         used = sum(lease.num_tokens + self._config.decode_reserve_tokens for lease in leases)
+        made_of = (len(leases), used, busy_until_ms)
+        if replica.state is None or replica.made_of != made_of:
+            replica.state = self._new_state(replica, *made_of)
+            replica.made_of = made_of
+        return replica.state
+
+    def _new_state(
+        self, replica: _Replica, num_leases: int, used_tokens: int, busy_until_ms: float | None
+    ) -> ReplicaState:
+        info, report = replica.info, replica.report
         # an idle engine takes whatever fits the model, so that no request waits for ever
         whole = max(info.kv_capacity_tokens, info.max_model_len)
-        in_prefill = [lease.prefill_until_ms for lease in leases if lease.in_prefill]
         reuse = info.reuse_refusal is None
         return ReplicaState(
-            replica_id=replica_id,
+            replica_id=report.replica_id,
             cost=report.cost,
-            free_seqs=info.max_num_seqs - len(leases),
-            free_kv_tokens=(info.kv_capacity_tokens if leases else whole) - used,
+            free_seqs=info.max_num_seqs - num_leases,
+            free_kv_tokens=(info.kv_capacity_tokens if num_leases else whole) - used_tokens,
             parking_tokens=info.parking_tokens,
             resident=self._residency.of(report.node_id) if reuse else frozenset[str](),
             can_load=report.load.can_load,
             node_id=report.node_id,
-            busy_until_ms=max(now_ms, *in_prefill) if in_prefill else None,
+            busy_until_ms=busy_until_ms,
             max_kv_tokens=whole,
             link=report.link,
             kv_token_bytes=info.kv_token_bytes * report.load.loaded_share,

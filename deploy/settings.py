@@ -276,6 +276,7 @@ class PromptSection(_Section):
     untitled_template: str = "{text}\n\n"
     question_template: str = "{question}"
     max_chunk_tokens: Positive = 2048
+    token_cache_tokens: int = Field(default=1 << 20, ge=0)
 
     @field_validator("document_template", "untitled_template", "question_template")
     @classmethod

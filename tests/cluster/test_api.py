@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ MODEL = "fake-model"
 USER = {"role": "user", "content": "Why?"}
 
 
+class CopiedTokenizer:
+    """A tokenizer whose methods a test may replace."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.encode = tokenizer.encode
+        self.render_chat = tokenizer.render_chat
+
+
 class Api:
     """The application, asked without a network."""
 
@@ -39,14 +48,15 @@ class Api:
             GatewayConfig(num_layers=4, default_max_tokens=3),
             clock,
         )
-        front = ApiFront(
+        self.tokenizer = CopiedTokenizer(tokenizer)
+        self.front = ApiFront(
             gateway,
-            PromptBuilder(tokenizer, PromptConfig(intro="", untitled_template="{text}")),
+            PromptBuilder(self.tokenizer, PromptConfig(intro="", untitled_template="{text}")),
             clock,
             model_name=MODEL,
             default_ttft_slo_ms=500.0,
         )
-        self.app = create_api(front, clock, version="1.2.3", **options)
+        self.app = create_api(self.front, clock, version="1.2.3", **options)
 
     def ask(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         async def go() -> httpx.Response:
@@ -455,3 +465,52 @@ def test_a_stream_whose_client_can_not_be_asked_for_is_cancelled(api: Api):
 
     asyncio.run(go())
     assert api.scheduler.outcomes[-1].outcome == "cancelled"
+
+
+def test_what_is_quick_to_tokenise_changes_no_thread(api: Api):
+    """Unless the thread is at work: the tokenizer is for one at a time."""
+    threads: list[str] = []
+    render = api.tokenizer.render_chat
+
+    def watch(messages: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(messages)
+
+    api.tokenizer.render_chat = watch
+    here = threading.current_thread().name
+    long = "word " * 300
+    asked = [
+        ({}, here),
+        ({"documents": ["short"]}, here),
+        ({"documents": [long, long + "other"]}, "tokenize_0"),
+        ({"documents": [long + "other", long]}, here),  # known by now
+        ({"messages": [{"role": "user", "content": long * 2}]}, "tokenize_0"),
+    ]
+    for fields, _ in asked:
+        api.chat(**fields)
+    assert threads == [thread for _, thread in asked]
+
+
+async def test_a_busy_tokenising_thread_keeps_its_order(api: Api):
+    busy, free = threading.Event(), threading.Event()
+
+    def block() -> None:
+        busy.set()
+        assert free.wait(10.0)
+
+    front = api.front
+    blocked = asyncio.create_task(front._in_thread(block))
+    await asyncio.to_thread(busy.wait, 10.0)
+    queued = asyncio.create_task(front._in_thread(block))
+    await asyncio.sleep(0)
+    quick = asyncio.create_task(front._tokenized(1, lambda *_: threading.current_thread(), "", []))
+    await asyncio.sleep(0)
+    queued.cancel()  # before it has begun
+    free.set()
+    assert await quick is not threading.current_thread()
+    await blocked
+    async with asyncio.timeout(10.0):
+        while front._num_in_thread:
+            await asyncio.sleep(0)
+    there = await front._tokenized(1, lambda *_: threading.current_thread(), "", [])
+    assert there is threading.current_thread()

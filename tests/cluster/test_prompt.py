@@ -1,5 +1,8 @@
 """Prompts: what the model sees, and that chunks do not depend on what is around them."""
 
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ from cluster.api_types import Document, Message
 from cluster.config import PromptConfig
 from cluster.errors import ApiError, ChatTemplateError
 from cluster.prompt import Prompt, PromptBuilder, fill
+from cluster.token_cache import TokenCache
 from cluster.tokenizer import HfTokenizer
 from tests.fakes.byte_tokenizer import write_model_dir
 
@@ -54,6 +58,71 @@ def test_a_chunk_never_depends_on_its_neighbours(builder):
     alone = builder.chat([user("a")], docs("same")).chunks
     among = builder.chat([user("other question")], docs("x", "same", "y", "same")).chunks
     assert among[1] == among[3] == alone[0]
+
+
+class CountingTokenizer:
+    """Notes what it is asked to encode."""
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.encoded: list[str] = []
+        self.render_chat = tokenizer.render_chat
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        self.encoded += texts
+        return self._tokenizer.encode(texts, add_special_tokens=add_special_tokens)
+
+
+def test_a_document_is_tokenised_once(tokenizer):
+    counting = CountingTokenizer(tokenizer)
+    builder = PromptBuilder(counting, PromptConfig(untitled_template="{text}", max_chunk_tokens=3))
+    first = builder.document_chunks(docs("abcd", "", "abcd", "xy"))
+    assert counting.encoded == ["abcd", "xy"]
+    assert builder.document_chunks(docs("xy", "new", "abcd")) == [
+        first[3],
+        builder.document_chunks(docs("new"))[0],
+        first[0],
+    ]
+    assert counting.encoded == ["abcd", "xy", "new"] and first[1] == []
+    assert [len(chunk) for chunk in first[0]] == [3, 1]
+    titled = builder.document_chunks([Document(title="abcd", text="xy")])
+    assert titled != [first[3]]
+
+
+def test_how_much_is_still_to_tokenise(builder):
+    documents = docs("one", "two", "two", "")
+    size = len("one\n\n") + len("two\n\n")
+    assert builder.num_new_chars(documents) == size
+    builder.document_chunks(documents[:1])
+    assert builder.num_new_chars(documents) == size / 2
+    builder.document_chunks(documents)
+    assert builder.num_new_chars(documents) == 0
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 4, 7, 1000])
+def test_a_small_token_cache_changes_nothing_but_the_work(tokenizer, max_tokens):
+    rng = random.Random(max_tokens)
+    config = PromptConfig(max_chunk_tokens=3, untitled_template="{text}")
+    plain = PromptBuilder(tokenizer, replace(config, token_cache_tokens=0))
+    caching = PromptBuilder(tokenizer, replace(config, token_cache_tokens=max_tokens))
+    for _ in range(50):
+        documents = docs(*("x" * rng.randrange(6) for _ in range(rng.randrange(5))))
+        assert caching.document_chunks(documents) == plain.document_chunks(documents)
+        assert caching._cache.num_tokens <= max_tokens
+
+
+def test_the_least_recently_used_document_leaves_the_token_cache():
+    cache = TokenCache(4)
+    cache.put("a", ((1, 2),))
+    cache.put("b", ((3,), (4,)))
+    assert cache.get("a") == ((1, 2),)
+    cache.put("c", ((5,),))
+    assert "b" not in cache and "a" in cache and cache.num_tokens == 3
+    cache.put("too long", ((1, 2, 3, 4, 5),))
+    assert "too long" not in cache and cache.num_tokens == 3
+    for i in range(10):
+        cache.put(f"empty {i}", ())
+    assert cache.num_tokens == 4 and cache.get("empty 9") == ()
 
 
 def test_without_documents_the_prompt_is_the_plain_template(builder, tokenizer):

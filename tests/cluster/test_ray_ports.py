@@ -13,6 +13,7 @@ from ray.exceptions import TaskCancelledError
 from cluster.cache_messages import ClearHost
 from cluster.config import SchedulerAddress, SchedulerConfig
 from cluster.errors import ReplicaLostError
+from cluster.messages import RequestOutcome
 from cluster.ray_ports import RayReplicas, RayScheduler
 from planner import RequestProfile, Ticket
 from tests.fakes.fake_ports import PLAN
@@ -29,8 +30,12 @@ class FakeActor:
     def __init__(self, *answers: Ticket | Exception) -> None:
         self._answers = list(answers)
         self.num_admissions = 0
+        self.told: list[list[tuple[Any, ...]]] = []
         self.admit = SimpleNamespace(remote=self._admit)
-        self.abandon = SimpleNamespace(remote=lambda request_id: None)
+        self.tell = SimpleNamespace(remote=self._tell)
+
+    async def _tell(self, messages: list[tuple[Any, ...]]) -> None:
+        self.told.append(messages)
 
     async def _admit(self, profile: RequestProfile) -> Ticket:
         self.num_admissions += 1
@@ -83,6 +88,31 @@ async def test_an_admission_that_ends_before_its_own_task_is_a_cancellation():
     admitting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await admitting
+
+
+async def test_what_happens_together_is_told_in_one_call():
+    actor = FakeActor()
+    port = scheduler_of(actor)
+    outcome = RequestOutcome(outcome="cancelled", policy="adaptive")
+    port.record(outcome)
+    port.abandon("a")
+    await asyncio.wait_for(_until(lambda: bool(actor.told)), 5.0)
+    assert actor.told == [[("record", outcome), ("abandon", "a")]]
+
+    port.replica_lost("x")
+    await asyncio.wait_for(_until(lambda: len(actor.told) == 2), 5.0)
+    assert actor.told[1] == [("replica_lost", "x")]
+
+    port._handle = None  # it restarts: what is told now is lost
+    port.abandon("b")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(actor.told) == 2
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
 
 
 async def test_an_admission_that_was_cancelled_by_mistake_is_repeated():

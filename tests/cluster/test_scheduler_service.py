@@ -1,7 +1,7 @@
 """The scheduler's state, on a clock that the test moves; its loop's ticks are called by hand."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,9 @@ from planner import (
     Link,
     PolicyConfig,
     QueueLimits,
+    ReplicaState,
     RequestProfile,
+    SloScheduler,
     Ticket,
     build_scheduler,
 )
@@ -475,6 +477,87 @@ def test_drift_is_what_the_replicas_report():
         assert 'cachesmith_cost_drift{replica="r1"} 1.5' in text
 
     scenario(test)
+
+
+class WatchedScheduler:
+    """The policy, with what it is offered."""
+
+    def __init__(self, scheduler: SloScheduler) -> None:
+        self._scheduler = scheduler
+        self.offers: list[dict[str, ReplicaState]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def next_batch(self, replicas: Sequence[ReplicaState], *, now_ms: float) -> Any:
+        self.offers.append({state.replica_id: state for state in replicas})
+        return self._scheduler.next_batch(replicas, now_ms=now_ms)
+
+
+def test_a_replica_that_has_not_changed_is_the_same_object():
+    """The policy's tables go by that."""
+
+    async def test(bench: Bench) -> None:
+        watched = bench.service._scheduler = WatchedScheduler(bench.service._scheduler)
+        bench.add("r1", "r2")
+        await bench.ask("a")
+        await bench.tick()
+        await bench.ask("b")
+        await bench.tick()
+        first, second = watched.offers
+        taken = next(r for r in ("r1", "r2") if second[r].busy_until_ms is not None)
+        other = "r2" if taken == "r1" else "r1"
+        assert second[other] is first[other] and second[taken] is not first[taken]
+
+        until_ms = second[taken].busy_until_ms
+        await bench.ask("c")  # nobody is free
+        await bench.tick()
+        third = watched.offers[-1]
+        assert third[taken] is second[taken] and third[other].busy_until_ms is not None
+        bench.clock.advance(until_ms - bench.clock.now_ms() + 1.0)  # it takes longer than planned
+        await bench.tick()
+        assert watched.offers[-1][taken].busy_until_ms == bench.clock.now_ms()
+
+        bench.service.finished("a")
+        bench.service.report(report(other, cost=replace(COST, scale=2.0)))
+        bench.service.sync_replicas("router", ["r1", "r2"])
+        await bench.tick()
+        fresh = watched.offers[-1]
+        assert (
+            fresh[taken].busy_until_ms is None and fresh[taken].free_seqs == second[other].free_seqs
+        )
+        assert fresh[other].cost.scale == 2.0
+
+    scenario(test)
+
+
+def test_the_policy_is_not_asked_again_when_no_replica_is_free():
+    async def test(bench: Bench) -> None:
+        watched = bench.service._scheduler = WatchedScheduler(bench.service._scheduler)
+        bench.add("r1")
+        tasks = [await bench.ask(name) for name in "abcd"]  # a batch has three at most
+        await bench.tick()
+        assert sum(task.done() for task in tasks) == 3 and len(watched.offers) == 1
+        await bench.tick()
+        assert sum(task.done() for task in tasks) == 3 and len(watched.offers) == 2
+        next(task for task in tasks if not task.done()).cancel()
+
+    scenario(test)
+
+
+def test_the_loop_sleeps_while_nobody_waits():
+    async def run() -> None:
+        bench = Bench()
+        bench.add("r1")
+        bench.service.first_token("r1", "unknown")
+        bench.service.finished("unknown")
+        assert bench.service._due_ms is None
+        waiting = await bench.ask("a")
+        bench.service.report(report("r1"))
+        assert bench.service._due_ms == bench.clock.now_ms()
+        waiting.cancel()
+
+    asyncio.run(run())
 
 
 def test_the_loop_gathers_and_survives():
