@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.config import SchedulerConfig
 from cluster.leases import Lease, LeaseTable
@@ -31,6 +31,7 @@ from planner import (
     BatchDecision,
     BudgetPlanner,
     Clock,
+    DemandCurves,
     EngineInfo,
     QueueFullError,
     RefusalReason,
@@ -39,6 +40,7 @@ from planner import (
     RequestProfile,
     SloScheduler,
     Ticket,
+    build_scheduler,
     plan_input,
 )
 from replicas.cache_types import TierReport
@@ -48,6 +50,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Waiter:
+    profile: RequestProfile
     future: asyncio.Future[Ticket | Refusal]
     since_ms: float
 
@@ -100,12 +103,13 @@ class SchedulerService:
         self.abandon(request_id)  # the caller asks again: its first call got lost
         now_ms = self._clock.now_ms()
         try:
+            self._check_room()
             self._scheduler.submit(profile, now_ms=now_ms)
         except QueueFullError as exc:
             return Refusal(
                 status=429, message=str(exc), code="queue_full", retry_after_s=exc.retry_after_s
             )
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), now_ms)
+        waiter = _Waiter(profile, asyncio.get_running_loop().create_future(), now_ms)
         self._waiters[request_id] = waiter
         self._dispatch_in(self._config.gather_ms)
         try:
@@ -139,7 +143,33 @@ class SchedulerService:
                 self._summary(replica_id, running)
                 for replica_id in sorted(running | self._replicas.keys())
             ),
+            generation=self._config.generation,
         )
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Go on under another configuration. Who waits, or has a ticket, keeps place and deadline.
+
+        config: `for_model`. A queue over the new bound stays, and takes no more until it is below.
+        """
+        assert config.demand is not None
+        planner = BudgetPlanner(config.planner, DemandCurves(config.demand))
+        limits = config.policy.rules.limits
+        held = replace(limits, max_waiting=max(limits.max_waiting, len(self._waiters)))
+        rules = replace(config.policy.rules, limits=held)
+        scheduler = build_scheduler(replace(config.policy, rules=rules), planner)
+        for waiter in self._waiters.values():
+            scheduler.submit(waiter.profile, now_ms=waiter.since_ms)
+        self._scheduler, self._planner, self._config = scheduler, planner, config
+        self._membership.router_ttl_ms = config.router_ttl_ms
+        self._leases.lease_ms = config.lease_ms
+        log.info("reconfigured generation=%d num_waiting=%d", config.generation, len(self._waiters))
+        self._dispatch_in(0.0)
+
+    def _check_room(self) -> None:
+        """Raises QueueFullError. The policy's own bound may be that of the queue it took over."""
+        num_waiting = self._scheduler.num_waiting
+        if num_waiting >= self._config.policy.rules.limits.max_waiting:
+            raise QueueFullError(num_waiting, retry_after_s=1.0)
 
     # --- routers and replicas ----------------------------------------------------------------
 

@@ -33,6 +33,7 @@ class EngineConfig:
     host_tier_eviction: Literal["cost", "lru"] = "cost"
     max_ingest_backlog: int = 1024  # missed chunks remembered for idle time
     redis: RedisTierConfig | None = None  # a second level behind the host tier
+    pin_cores: bool = True  # keep each rank on cores near its GPU, where there is one
     profile: ServingProfile | None = None  # of the model; None: costs are measured at start
     vllm: dict[str, Any] = field(default_factory=dict)  # passed through to vLLM's AsyncEngineArgs
 

@@ -15,7 +15,7 @@ from deploy.cli import main
 from deploy.server import ServerError, check_port
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["ingest"], ["status"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["deploy"], ["ingest"], ["status"], ["bench"]])
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit) as exit_:
         main([*command, "--help"])

@@ -85,6 +85,7 @@ class FakeEngine:
         if (self._dir / "broken").exists():
             raise RuntimeError("the fake engine is told to be broken")
         self._note(f"pid {os.getpid()}")
+        self._note(f"gpus {os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
         return EngineInfo(
             model=self._config.model,
             fingerprint="fake",
