@@ -21,6 +21,7 @@ class SchedulerConfig:
     """The queue, and how long the scheduler waits for what.
 
     demand: None where the model has not been profiled
+    generation: of the deployment that it belongs to; the scheduler follows the highest
     """
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -33,9 +34,11 @@ class SchedulerConfig:
     router_ttl_ms: float = 3_000.0  # a router that has not spoken for so long is gone
     decode_reserve_tokens: int = 128  # KV kept free for what a request will generate
     tick_ms: float = 250.0
+    unused_s: float = 60.0  # a scheduler that no ingress has asked for so long ends itself
+    generation: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_wait_ms", "lease_ms", "router_ttl_ms", "tick_ms"):
+        for name in ("max_wait_ms", "lease_ms", "router_ttl_ms", "tick_ms", "unused_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
         for name in ("gather_ms", "suspect_ms", "decode_reserve_tokens"):
@@ -170,7 +173,9 @@ class ClusterConfig:
     gpus_per_replica: float = 0.0
     replica_env: dict[str, str] = field(default_factory=dict)
     max_ongoing_per_replica: int = 64
+    max_surge: float = 0.0  # share of the replicas that an upgrade starts before others end
     num_ingresses: int = 1
+    max_ingresses_per_node: int | None = None
     cpus_per_ingress: float = 0.1
     health_check_period_s: float = 1.0
     health_check_timeout_s: float = 10.0
@@ -180,6 +185,8 @@ class ClusterConfig:
         for name in ("num_replicas", "num_ingresses", "max_ongoing_per_replica"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if not 0.0 <= self.max_surge <= 1.0:
+            raise ValueError(f"max_surge must be from 0 to 1, got {self.max_surge}")
 
     @property
     def max_replicas(self) -> int:

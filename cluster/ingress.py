@@ -6,11 +6,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fastapi import FastAPI
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.access import Access, KeyRing
 from cluster.api import ApiFront, create_api
-from cluster.config import GatewayConfig, IngressConfig, SchedulerAddress
+from cluster.config import GatewayConfig, IngressConfig, SchedulerAddress, scheduler_address
 from cluster.gateway import Gateway
 from cluster.prompt import PromptBuilder
 from cluster.ray_ports import RayReplicas, RayScheduler
@@ -26,6 +27,7 @@ class Ingress:
     async def __init__(
         self, config: IngressConfig, scheduler: SchedulerAddress, replicas: DeploymentHandle
     ) -> None:
+        _check_name(scheduler, serve.get_replica_context().app_name)
         model_dir = await asyncio.to_thread(_model_dir, config)
         num_layers = _num_layers(model_dir)
         ray_scheduler = RayScheduler(
@@ -69,6 +71,14 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
         return self._api
+
+
+def _check_name(scheduler: SchedulerAddress, app_name: str) -> None:
+    """Two applications under one name would share a scheduler, which then knows no replica."""
+    if scheduler != scheduler_address(app_name):
+        raise ValueError(
+            f"app_name: must be the name that Serve knows the application by, {app_name!r}"
+        )
 
 
 def _model_dir(config: IngressConfig) -> Path:

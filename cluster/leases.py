@@ -23,7 +23,7 @@ class LeaseTable:
     """Leases by request. Events free them at once, reports and expiry where an event got lost."""
 
     def __init__(self, *, lease_ms: float) -> None:
-        self._lease_ms = lease_ms
+        self.lease_ms = lease_ms
         self._leases: dict[str, Lease] = {}
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class LeaseTable:
             request_id,
             replica_id,
             num_tokens,
-            expires_ms=now_ms + self._lease_ms,
+            expires_ms=now_ms + self.lease_ms,
             prefill_until_ms=now_ms + expected_ms,
         )
 

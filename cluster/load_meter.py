@@ -30,6 +30,10 @@ class LoadMeter:
         self._unsized: deque[RequestProfile] = deque(maxlen=_MOST_UNSIZED)
         self.arrived = Arrivals()
 
+    def plan_with(self, planner: BudgetPlanner) -> None:
+        """Size what comes from now on by another planner."""
+        self._times = ServiceTimes(planner)
+
     def saw(self, states: Sequence[ReplicaState]) -> None:
         """The replicas that run, one of each node is enough. The latest ones outlive their end."""
         self._states = list(states) or self._states

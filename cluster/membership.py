@@ -18,7 +18,7 @@ class Membership:
     """
 
     def __init__(self, *, router_ttl_ms: float) -> None:
-        self._router_ttl_ms = router_ttl_ms
+        self.router_ttl_ms = router_ttl_ms
         self._views: dict[str, _View] = {}
         self._suspects: dict[str, float] = {}
 
@@ -30,7 +30,7 @@ class Membership:
         self._suspects[replica_id] = until_ms
 
     def running(self, *, now_ms: float) -> frozenset[str]:
-        cutoff = now_ms - self._router_ttl_ms
+        cutoff = now_ms - self.router_ttl_ms
         self._views = {k: v for k, v in self._views.items() if v.at_ms >= cutoff}
         self._suspects = {k: t for k, t in self._suspects.items() if t > now_ms}
         if not self._views:

@@ -87,9 +87,12 @@ class ReplicaSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStatus:
+    """generation: of the configuration that the scheduler runs under"""
+
     epoch: str
     num_waiting: int
     replicas: tuple[ReplicaSummary, ...]
+    generation: int = 0
 
     @property
     def ready(self) -> tuple[ReplicaSummary, ...]:

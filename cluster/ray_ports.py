@@ -57,10 +57,8 @@ class RayScheduler:
         self._outbox = Outbox(self._tell)
 
     async def start(self) -> None:
-        """Find or start the actor; one with another config is replaced."""
-        self._handle = await asyncio.to_thread(
-            scheduler_actor.replace_if_stale, self._address, self._config
-        )
+        """Find or start the actor, and bring it to this config or a newer one."""
+        self._handle = await asyncio.to_thread(scheduler_actor.join, self._address, self._config)
 
     @property
     def status(self) -> SchedulerStatus | None:
@@ -74,6 +72,10 @@ class RayScheduler:
                 handle = await self._resolve()
                 self._status = await asyncio.wait_for(handle.status.remote(), 2.0)
                 self._answered_at = time.monotonic()
+                if self._status.generation < self._config.generation:
+                    # Ray restarts the actor with its first config, and an ingress that an upgrade
+                    # is about to end may have started it anew with its own
+                    await asyncio.wait_for(handle.adopt.remote(self._config), 2.0)
                 await asyncio.sleep(_WATCH_PERIOD_S)
             except Exception as exc:  # whatever it is, health must go on telling the truth
                 log.warning("scheduler_does_not_answer reason=%s", str(exc).partition("\n")[0])

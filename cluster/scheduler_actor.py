@@ -1,13 +1,15 @@
 """The Ray actor around SchedulerService: detached, named, pinned to the head node."""
 
 import asyncio
+import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from cluster.config import SchedulerAddress, SchedulerConfig
 from cluster.messages import Refusal, ReplicaReport, ReportAck, SchedulerStatus
@@ -22,6 +24,8 @@ from planner import (
     Ticket,
     build_scheduler,
 )
+
+log = logging.getLogger(__name__)
 
 Message = tuple[Any, ...]  # a method of the service and its arguments
 
@@ -44,12 +48,21 @@ class SchedulerActor:
             MonotonicClock(),
             ServerMetrics(),
         )
-        self._loop = asyncio.get_running_loop().create_task(self._service.run())
+        self._asked_at = time.monotonic()
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._service.run()), loop.create_task(self._end_unused())]
 
-    async def config(self) -> SchedulerConfig:
-        return self._config
+    async def adopt(self, config: SchedulerConfig) -> None:
+        """Go on under this configuration, unless that of a newer deployment is here.
+
+        config: `for_model`
+        """
+        if config != self._config and config.generation >= self._config.generation:
+            self._service.reconfigure(config)
+            self._config = config
 
     async def admit(self, profile: RequestProfile) -> Ticket | Refusal:
+        self._asked_at = time.monotonic()
         return await self._service.admit(profile)
 
     async def tell(self, messages: Sequence[Message]) -> None:
@@ -64,6 +77,7 @@ class SchedulerActor:
         return self._service.report(report)
 
     async def status(self) -> SchedulerStatus:
+        self._asked_at = time.monotonic()
         return self._service.status()
 
     async def signal(self) -> LoadSignal:
@@ -71,6 +85,16 @@ class SchedulerActor:
 
     async def metrics_text(self) -> bytes:
         return self._service.metrics_text()
+
+    async def _end_unused(self) -> None:
+        """End for good when no ingress asks any more: the application has been removed.
+
+        Serve removes applications without telling us. Who comes later starts a new scheduler.
+        """
+        while time.monotonic() - self._asked_at < self._config.unused_s:
+            await asyncio.sleep(min(5.0, self._config.unused_s / 4))
+        log.warning("scheduler_unused unused_s=%.0f", self._config.unused_s)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def get_or_create(address: SchedulerAddress, config: SchedulerConfig) -> ActorHandle[Any]:
@@ -92,13 +116,19 @@ def get_or_create(address: SchedulerAddress, config: SchedulerConfig) -> ActorHa
     return actor.remote(config)
 
 
-def replace_if_stale(address: SchedulerAddress, config: SchedulerConfig) -> ActorHandle[Any]:
-    """The scheduler with this config: one left from an earlier deployment is replaced."""
+def join(address: SchedulerAddress, config: SchedulerConfig) -> ActorHandle[Any]:
+    """The application's scheduler, under this config or that of a newer deployment.
+
+    One from an earlier deployment goes on under this config, with all that waits in it.
+    """
     handle = get_or_create(address, config)
-    if ray.get(handle.config.remote(), timeout=60) == config:
-        return handle
-    ray.kill(handle, no_restart=True)
-    return get_or_create(address, config)
+    try:
+        ray.get(handle.adopt.remote(config), timeout=60)
+    except RayTaskError as exc:  # it runs another version of this code
+        log.warning("scheduler_replaced reason=%s", str(exc.cause).partition("\n")[0])
+        ray.kill(handle, no_restart=True)  # the ingresses admit again what waits in it
+        return get_or_create(address, config)
+    return handle
 
 
 def find(address: SchedulerAddress) -> ActorHandle[Any]:

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.config import SchedulerConfig
 from cluster.leases import Lease, LeaseTable
@@ -32,6 +32,7 @@ from planner import (
     BatchDecision,
     BudgetPlanner,
     Clock,
+    DemandCurves,
     EngineInfo,
     LoadSignal,
     QueueFullError,
@@ -41,6 +42,7 @@ from planner import (
     RequestProfile,
     SloScheduler,
     Ticket,
+    build_scheduler,
     plan_input,
 )
 from replicas.cache_types import TierReport
@@ -113,6 +115,7 @@ class SchedulerService:
         now_ms = self._clock.now_ms()
         self._load.came(profile)
         try:
+            self._check_room()
             self._scheduler.submit(profile, now_ms=now_ms)
         except QueueFullError as exc:
             return Refusal(
@@ -152,6 +155,7 @@ class SchedulerService:
                 self._summary(replica_id, running)
                 for replica_id in sorted(running | self._replicas.keys())
             ),
+            generation=self._config.generation,
         )
 
     def signal(self) -> LoadSignal:
@@ -179,6 +183,32 @@ class SchedulerService:
         if waiter.floor_ms is None:
             waiter.floor_ms = self._load.floor_ms(waiter.profile)
         return waiter.floor_ms or 0.0
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Go on under another configuration. Who waits, or has a ticket, keeps place and deadline.
+
+        config: `for_model`. A queue over the new bound stays, and takes no more until it is below.
+        """
+        assert config.demand is not None
+        planner = BudgetPlanner(config.planner, DemandCurves(config.demand))
+        limits = config.policy.rules.limits
+        held = replace(limits, max_waiting=max(limits.max_waiting, len(self._waiters)))
+        rules = replace(config.policy.rules, limits=held)
+        scheduler = build_scheduler(replace(config.policy, rules=rules), planner)
+        for waiter in self._waiters.values():
+            scheduler.submit(waiter.profile, now_ms=waiter.since_ms)
+        self._scheduler, self._planner, self._config = scheduler, planner, config
+        self._load.plan_with(planner)
+        self._membership.router_ttl_ms = config.router_ttl_ms
+        self._leases.lease_ms = config.lease_ms
+        log.info("reconfigured generation=%d num_waiting=%d", config.generation, len(self._waiters))
+        self._dispatch_in(0.0)
+
+    def _check_room(self) -> None:
+        """Raises QueueFullError. The policy's own bound may be that of the queue it took over."""
+        num_waiting = self._scheduler.num_waiting
+        if num_waiting >= self._config.policy.rules.limits.max_waiting:
+            raise QueueFullError(num_waiting, retry_after_s=1.0)
 
     # --- routers and replicas ----------------------------------------------------------------
 

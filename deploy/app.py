@@ -54,7 +54,12 @@ HANDOVER_SHARE = 0.25  # of the graceful shutdown: answers come first, and the e
 
 
 class AppArgs(Settings):
-    """The settings as `args:` of a Serve config. Read from there alone, not from an environment."""
+    """The settings as `args:` of a Serve config. Read from there alone, not from an environment.
+
+    app_name: must be the `name` of the application, which Serve does not tell its builder
+    """
+
+    app_name: str = APP_NAME
 
     @classmethod
     def settings_customise_sources(
@@ -70,7 +75,7 @@ class AppArgs(Settings):
 
 def build(args: AppArgs) -> Application:
     """The application for Ray's own `serve` command line, which has its own host and port."""
-    return build_application(args, app_name=APP_NAME)
+    return build_application(args, app_name=args.app_name)
 
 
 class FileArgs(BaseModel):
@@ -83,6 +88,7 @@ class FileArgs(BaseModel):
 
     config_file: Path
     revision: str = ""
+    app_name: str = APP_NAME
 
 
 def build_from_file(args: FileArgs) -> Application:
@@ -90,7 +96,7 @@ def build_from_file(args: FileArgs) -> Application:
 
     So that secrets are in neither Serve's config nor the file. Raises SettingsError.
     """
-    return build_application(load_settings(config_file=args.config_file), app_name=APP_NAME)
+    return build_application(load_settings(config_file=args.config_file), app_name=args.app_name)
 
 
 def build_application(
@@ -101,12 +107,28 @@ def build_application(
 
     from cluster.deployments import cluster_app
 
-    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    return cluster_app(
-        cluster_config(
-            settings, app_name=app_name, has_gpus=has_gpus, engine_builder=engine_builder
-        )
+    alive = [node for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+    nodes = [node["Resources"] for node in alive]
+    config = cluster_config(
+        settings,
+        app_name=app_name,
+        has_gpus=any(node.get("GPU", 0) > 0 for node in nodes),
+        engine_builder=engine_builder,
     )
+    num_nodes = sum(node.get("CPU", 0) >= config.cpus_per_ingress for node in nodes)
+    limit = ingresses_per_node(config.num_ingresses, num_nodes)
+    return cluster_app(replace(config, max_ingresses_per_node=limit))
+
+
+def ingresses_per_node(num_ingresses: int, num_nodes: int) -> int | None:
+    """The bound that spreads the ingresses over the nodes; None where it would do nothing.
+
+    Serve's own preference for nodes without an ingress is none for the one that takes the place
+    of a lost one. num_nodes: those that can hold an ingress.
+    """
+    if num_ingresses < 2 or num_nodes < 2:
+        return None
+    return -(-num_ingresses // num_nodes)
 
 
 def cluster_config(
@@ -141,7 +163,7 @@ def cluster_config(
             default_ttft_slo_ms=scheduler.default_ttft_slo_ms,
             default_max_tokens=scheduler.default_max_tokens,
             redis=settings.kv_tier.redis.config(),
-            resolve_model="deploy.models:resolve_model",
+            resolve_model="deploy.models:resolve_here",
             admin_token=token.get_secret_value() if token is not None else None,
             api_keys_file=settings.http.api_keys_file or "",
             max_body_bytes=int(settings.http.max_body_bytes),
@@ -149,13 +171,19 @@ def cluster_config(
             and replicas.autoscaling.scale_to_zero_after_s is not None,
         ),
         replica=ReplicaConfig(
-            builder=engine_builder, engine=replace(engine_config(settings), profile=profile)
+            builder=engine_builder,
+            engine=replace(
+                engine_config(settings),
+                profile=profile,
+                host_tier_dir=str(host_tier_dir(settings, app_name)),
+            ),
         ),
         num_replicas=replicas.num,
         autoscaling=autoscaling_spec(replicas.autoscaling),
         cpus_per_replica=replicas.cpus_per_replica,
         gpus_per_replica=per_rank * engine.tensor_parallel_size,
-        max_ongoing_per_replica=replicas.max_ongoing_requests or 4 * engine.max_num_seqs,
+        max_ongoing_per_replica=max_ongoing_per_replica(settings),
+        max_surge=replicas.max_surge,
         num_ingresses=settings.http.ingress_replicas,
         graceful_shutdown_s=replicas.graceful_shutdown_s,
     )
@@ -176,6 +204,23 @@ def autoscaling_spec(autoscaling: AutoscalingSection) -> AutoscalingSpec | None:
         ),
         ongoing={"downscale_delay_s": autoscaling.down_after_s},
     )
+
+
+def max_ongoing_per_replica(settings: Settings) -> int:
+    """Requests that Serve sends to one replica at a time."""
+    return settings.replicas.max_ongoing_requests or 4 * settings.engine.max_num_seqs
+
+
+def host_tier_dir(settings: Settings, app_name: str = APP_NAME) -> Path:
+    """The folder of the settings, or one for each application.
+
+    Applications may name the same folder if model, dtype and capacity make the same arena of it:
+    keys tell the models' weights apart.
+    """
+    path = settings.kv_tier.host.path
+    if settings.kv_tier.host.directory or app_name == APP_NAME:
+        return path
+    return path.with_name(f"{path.name}-{app_name}")
 
 
 def planner_config(planner: PlannerSection) -> BudgetPlannerConfig:
@@ -278,6 +323,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         host_tier_watermarks=(host.low_watermark, host.high_watermark),
         host_tier_eviction=host.eviction,
         max_ingest_backlog=engine.max_ingest_backlog,
+        pin_cores=engine.pin_cores == "auto",
         redis=redis_config(settings),
         handover_ms=1e3 * HANDOVER_SHARE * settings.replicas.graceful_shutdown_s,
         vllm=engine.vllm,
@@ -294,10 +340,10 @@ def redis_config(settings: Settings) -> RedisTierConfig | None:
 
 def build_engine(config: EngineConfig) -> RagEngine:
     """Called in the replica's process: finds the model on its node, then makes the engine."""
-    from deploy.models import resolve_model
+    from deploy.models import resolve_here
     from replicas.vllm_engine import VllmEngine
 
-    return VllmEngine(replace(config, model_dir=str(resolve_model(config.model_dir))))
+    return VllmEngine(replace(config, model_dir=str(resolve_here(config.model_dir))))
 
 
 def check_host_tier(settings: Settings, model_dir: Path) -> None:

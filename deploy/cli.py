@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.profiling import command as profile
-from deploy import cache_commands, client, explain, key_commands, simulate
+from deploy import cache_commands, client, deploy_command, explain, key_commands, simulate
 from deploy.client import KEY_VARIABLE
 from deploy.console import fail, say
 from deploy.models import ModelUnavailableError
@@ -26,6 +26,7 @@ examples:
   cachesmith serve                                 the small default model on port 8000
   cachesmith serve --model org/name --tp 2         a model from the hub, split over two ranks
   cachesmith serve --config server.yaml --port 9000
+  cachesmith deploy --config server.yaml           the same on a running Ray cluster
   cachesmith ingest --file corpus.jsonl            compute the documents' KV ahead
   cachesmith status
   cachesmith cache stats                           what is stored, and how to remove and check it
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.set_defaults(run=_serve)
 
+    deploy_command.add_parser(commands)
     client.add_parsers(commands)
     cache_commands.add_parser(commands)
     key_commands.add_parser(commands)

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -87,6 +88,14 @@ def resolve_model(name_or_dir: str, *, progress: Progress | None = None) -> Path
             f"with a config.json, {ALIASES}, or a Hugging Face id such as org/name"
         )
     return _fetch_from_hub(name_or_dir, progress)
+
+
+def resolve_here(name_or_dir: str) -> Path:
+    """`resolve_model` on a node of a cluster, whose errors name the setting and the machine."""
+    try:
+        return resolve_model(name_or_dir)
+    except ModelUnavailableError as exc:
+        raise ModelUnavailableError(f"model.name_or_dir: on {platform.node()}: {exc}") from exc
 
 
 def prepare_smollm2(cache_dir: Path, *, progress: Progress) -> Path:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -24,7 +23,6 @@ Progress = Callable[[str], None]
 
 _POLL_S = 0.25
 _REPORT_EVERY_S = 10.0
-_ERROR_LINES = 40
 _OBJECT_STORE_BYTES = 256 * 1024 * 1024  # requests and tokens only: KV does not go through Ray
 
 
@@ -207,6 +205,7 @@ def _deploy(settings: Settings, progress: Progress, engine_builder: str | None) 
     from ray import serve
 
     from deploy.app import APP_NAME, ENGINE_BUILDER, build_application
+    from deploy.application_status import failure_of, progress_of
 
     builder = engine_builder or ENGINE_BUILDER
     application = build_application(settings, engine_builder=builder)
@@ -223,37 +222,12 @@ def _deploy(settings: Settings, progress: Progress, engine_builder: str | None) 
         if status == "RUNNING":
             return
         if overview is not None and status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise ServerError(f"the application failed to start\n{_failure_of(overview)}")
+            raise ServerError(f"the application failed to start\n{failure_of(overview)}")
         now = time.monotonic()
         if now - reported > _REPORT_EVERY_S and overview is not None:
             reported = now
-            progress(f"  {now - started:.0f} s: {_progress_of(overview)}")
+            progress(f"  {now - started:.0f} s: {progress_of(overview)}")
         time.sleep(_POLL_S)
-
-
-def _progress_of(overview: Any) -> str:
-    parts = []
-    for name, deployment in overview.deployments.items():
-        states = {str(getattr(k, "value", k)): n for k, n in deployment.replica_states.items()}
-        running = states.get("RUNNING", 0)
-        parts.append(f"{name} {running} of {sum(states.values())} running")
-        if not running:
-            failed = "rror" in deployment.message  # else the message only says that it takes time
-            last_line = deployment.message.strip().splitlines()[-1:] if failed else []
-            parts[-1] += f" ({(last_line or ['loading'])[0][:200]})"
-    return ", ".join(parts) or "waiting for Serve"
-
-
-def _failure_of(overview: Any) -> str:
-    """The replicas' own errors: the end of each failed deployment's message."""
-    messages = [
-        f"{name}: {deployment.message.strip()}"
-        for name, deployment in overview.deployments.items()
-        if deployment.message and deployment.status.value != "HEALTHY"
-    ]
-    text = "\n".join(messages) or overview.message
-    lines = text.splitlines()
-    return "\n".join(lines[-_ERROR_LINES:])
 
 
 def _wait_until_healthy(url: str, progress: Progress, *, timeout_s: float = 60.0) -> None:

@@ -6,7 +6,7 @@ refused with the key's name.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -104,6 +104,7 @@ class EngineSection(_Section):
     fill_stalls: bool = True
     anchor_text: str | None = None
     max_ingest_backlog: int = Field(default=1024, ge=0)
+    pin_cores: Literal["auto", "off"] = "auto"
     vllm: dict[str, Any] = Field(default_factory=dict)  # passed to vLLM's engine as they are
 
 
@@ -140,6 +141,7 @@ class ReplicasSection(_Section):
     gpus_per_rank: float | None = Field(default=None, ge=0, le=1)  # unset: 1 where there are GPUs
     max_ongoing_requests: Positive | None = None  # unset: four times max_num_seqs
     graceful_shutdown_s: float = Field(default=20.0, ge=0)
+    max_surge: float = Field(default=0.0, ge=0, le=1)
 
     @property
     def most(self) -> int:
@@ -343,12 +345,15 @@ class Settings(BaseSettings):
 
 
 def load_settings(
-    *, config_file: Path | None = None, overrides: Mapping[str, Mapping[str, Any]] | None = None
+    *,
+    config_file: Path | Sequence[Path] | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Settings:
     """The settings that hold: `overrides` (the command line) over environment over file.
 
-    Raises SettingsError.
+    Of several files the later wins, key by key. Raises SettingsError.
     """
+    files = [config_file] if isinstance(config_file, Path) else list(config_file or ())
 
     class Loaded(Settings):
         @classmethod
@@ -360,12 +365,13 @@ def load_settings(
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            if config_file is None:
+            if not files:
                 return init_settings, env_settings
-            from_file = YamlConfigSettingsSource(settings_cls, yaml_file=config_file)
-            return init_settings, env_settings, from_file
+            from_files = YamlConfigSettingsSource(settings_cls, yaml_file=files, deep_merge=True)
+            return init_settings, env_settings, from_files
 
-    _check_file(config_file)
+    for file in files:
+        _check_file(file)
     _check_environment()
     try:
         loaded = Loaded(**(overrides or {}))
@@ -376,9 +382,7 @@ def load_settings(
     )
 
 
-def _check_file(config_file: Path | None) -> None:
-    if config_file is None:
-        return
+def _check_file(config_file: Path) -> None:
     try:
         content = yaml.safe_load(config_file.read_text())
     except OSError as exc:

@@ -4,6 +4,7 @@ A scheduler-side process opens a `HostTier`, and looks up, reserves and commits.
 `ArenaView`, and read and write at the locations that they are sent.
 """
 
+from kv_tier.arena_choice import arena_folder
 from kv_tier.arena_view import ArenaView
 from kv_tier.errors import (
     ArenaInUseError,
@@ -51,6 +52,7 @@ __all__ = [
     "Reservation",
     "ResidencyDelta",
     "TierStats",
+    "arena_folder",
     "content_id",
     "header_matches",
     "model_fingerprint",

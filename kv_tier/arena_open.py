@@ -13,18 +13,34 @@ from kv_tier.layout import KvLayout
 from kv_tier.owners import live_owner_ids
 
 
+def arena_identity(layout: KvLayout, capacity_bytes: int) -> dict[str, Any]:
+    """What processes must agree on to share an arena. capacity_bytes: a multiple of granules."""
+    return {
+        "layout_version": LAYOUT_VERSION,
+        "schema_version": SCHEMA_VERSION,
+        "capacity_bytes": capacity_bytes,
+        **asdict(layout),
+    }
+
+
+def held_identity(folder: ArenaDir) -> dict[str, Any] | None:
+    """What the arena there is, None if there is none that can be read."""
+    db = _open_or_none(folder) if folder.index.exists() else None
+    if db is None:
+        return None
+    try:
+        return db.identity()
+    finally:
+        db.close()
+
+
 def open_index(folder: ArenaDir, layout: KvLayout, capacity_bytes: int) -> IndexDb:
     """Call it inside `folder.exclusive()`.
 
     An arena of the same layout, size and index schema is taken as it is. Any other, or a damaged
     one, is made anew if no live process has it open, and refused otherwise.
     """
-    wanted = {
-        "layout_version": LAYOUT_VERSION,
-        "schema_version": SCHEMA_VERSION,
-        "capacity_bytes": capacity_bytes,
-        **asdict(layout),
-    }
+    wanted = arena_identity(layout, capacity_bytes)
     num_live = len(live_owner_ids(folder.owners))
     held: dict[str, Any] | None = None
     if folder.index.exists():

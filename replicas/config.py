@@ -34,6 +34,7 @@ class EngineConfig:
     max_ingest_backlog: int = 1024  # missed chunks remembered for idle time
     redis: RedisTierConfig | None = None  # a second level behind the host tier
     handover_ms: float = 0.0  # of `close`: to copy there what the node has and it lacks
+    pin_cores: bool = True  # keep each rank on cores near its GPU, where there is one
     profile: ServingProfile | None = None  # of the model; None: costs are measured at start
     vllm: dict[str, Any] = field(default_factory=dict)  # passed through to vLLM's AsyncEngineArgs
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_tier.keys import KeySpace
 from replicas.config import EngineConfig
+from replicas.core_pinning import PIN_CORES
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -94,7 +95,10 @@ def engine_args(config: EngineConfig) -> "AsyncEngineArgs":
         args["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     if not on_gpu:
         args["enforce_eager"] = True  # compiling on a CPU costs minutes at start and gains little
-    return AsyncEngineArgs(**{**args, **config.vllm})
+    args |= config.vllm
+    if on_gpu and config.pin_cores and not config.vllm.get("numa_bind"):
+        args["additional_config"] = {**args.get("additional_config", {}), PIN_CORES: True}
+    return AsyncEngineArgs(**args)
 
 
 def chunk_reuse_args(config: EngineConfig, keys: KeySpace) -> "AsyncEngineArgs":

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from kv_tier.arena_choice import arena_folder
 from kv_tier.host_tier import HostTier, HostTierConfig
 from kv_tier.keys import KeySpace, model_fingerprint
 from kv_tier.redis.link import LinkLimit
@@ -95,10 +96,13 @@ class VllmEngine:
         layout = None
         if refusal is None:
             layout = layout_of(vllm_config)
+            directory = Path(self._config.host_tier_dir)
+            directory = arena_folder(directory, layout, self._config.host_tier_bytes)
+            self._config = replace(self._config, host_tier_dir=str(directory))
             # opened before the workers start: they map an arena that must be there
             self._tier = HostTier(
                 HostTierConfig(
-                    directory=Path(self._config.host_tier_dir),
+                    directory=directory,
                     capacity_bytes=self._config.host_tier_bytes,
                     layout=layout,
                     eviction=self._config.host_tier_eviction,

@@ -4,6 +4,7 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
+from replicas.core_pinning import PIN_CORES, pin_to_gpu
 from replicas.vllm_connector import CacheSmithConnector
 
 if current_platform.is_cpu():
@@ -18,6 +19,8 @@ class CacheSmithWorker(BaseWorker):
             # ask the kernel for the AMX tiles: vLLM's CPU kernels use them without asking and die
             torch.cpu._init_amx()
         super().init_device()
+        if self.vllm_config.additional_config.get(PIN_CORES):
+            pin_to_gpu(self.local_rank)
 
     def initialize_from_config(self, kv_cache_config: object) -> None:
         super().initialize_from_config(kv_cache_config)

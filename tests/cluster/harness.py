@@ -84,6 +84,11 @@ class Server:
         pids = [int(e.split()[1]) for e in self.events() if e.startswith("pid ")]
         return [pid for pid in pids if _alive(pid)]
 
+    def gpus(self) -> dict[int, list[str]]:
+        """Process of each live replica → ids of the GPUs that it sees."""
+        seen = [e.split(" ")[1:] for e in self.events() if e.startswith("gpus ")]
+        return {int(pid): ids.split(",") for pid, ids in seen if _alive(int(pid))}
+
     def health(self) -> httpx.Response:
         return httpx.get(f"{self.url}/health", timeout=10.0)
 

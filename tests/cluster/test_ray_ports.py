@@ -13,7 +13,7 @@ from ray.exceptions import TaskCancelledError
 from cluster.cache_messages import ClearHost
 from cluster.config import SchedulerAddress, SchedulerConfig
 from cluster.errors import ReplicaLostError
-from cluster.messages import RequestOutcome
+from cluster.messages import RequestOutcome, SchedulerStatus
 from cluster.ray_ports import RayReplicas, RayScheduler
 from planner import RequestProfile, Ticket
 from tests.fakes.fake_ports import PLAN
@@ -120,6 +120,41 @@ async def test_an_admission_that_was_cancelled_by_mistake_is_repeated():
     actor = FakeActor(TaskCancelledError(), ticket)
     assert await scheduler_of(actor).admit(PROFILE) == ticket
     assert actor.num_admissions == 2
+
+
+class FakeScheduler:
+    """The actor's handle, under the configuration of some deployment."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.adopted: list[SchedulerConfig] = []
+        self.asked = asyncio.Event()
+        self.status = SimpleNamespace(remote=self._status)
+        self.adopt = SimpleNamespace(remote=self._adopt)
+
+    async def _status(self) -> SchedulerStatus:
+        self.asked.set()
+        return SchedulerStatus(epoch="e", num_waiting=0, replicas=(), generation=self.generation)
+
+    async def _adopt(self, config: SchedulerConfig) -> None:
+        self.adopted.append(config)
+        self.generation = config.generation
+
+
+@pytest.mark.parametrize(("found", "num_adoptions"), [(1, 1), (2, 0), (3, 0)])
+async def test_a_scheduler_of_an_older_deployment_is_brought_up_to_date(
+    found: int, num_adoptions: int
+):
+    actor = FakeScheduler(found)
+    config = SchedulerConfig(generation=2)
+    port = RayScheduler(SchedulerAddress(name="s"), config, gone_after_s=60.0)
+    port._handle = actor  # type: ignore[assignment]
+    watching = asyncio.create_task(port.watch())
+    for _ in range(2):  # what it does about the first status comes before the second
+        actor.asked.clear()
+        await asyncio.wait_for(actor.asked.wait(), 30.0)
+    watching.cancel()
+    assert actor.adopted == [config] * num_adoptions
 
 
 @pytest.mark.parametrize("error", [TaskCancelledError(), asyncio.CancelledError()], ids=repr)

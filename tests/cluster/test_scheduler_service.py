@@ -231,6 +231,48 @@ def test_a_full_queue_refuses():
     scenario(test)
 
 
+def config_of(generation: int, *, max_waiting: int, policy: str = "edf") -> SchedulerConfig:
+    limits = QueueLimits(max_waiting=max_waiting, max_batch_requests=3)
+    rules = PolicyConfig(name=policy, rules=CacheSmithConfig(limits=limits))
+    return SchedulerConfig(policy=rules, gather_ms=0.0, generation=generation).for_model(4)
+
+
+def test_an_upgrade_keeps_who_waits_and_who_has_a_ticket():
+    async def test(bench: Bench) -> None:
+        bench.add("r1")
+        running = await bench.ask("running")
+        await bench.tick()
+        assert ticket(running).replica_id == "r1"
+        waiting = [await bench.ask(name, slo_ms=slo) for name, slo in (("b", 900.0), ("c", 300.0))]
+        bench.clock.advance(100.0)
+        bench.service.reconfigure(config_of(7, max_waiting=4))
+        status = bench.service.status()
+        assert (status.generation, status.num_waiting) == (7, 2)
+        assert status.replicas[0].num_leases == 1 and status.ready
+        await bench.tick()
+        assert not any(task.done() for task in waiting)  # r1 still has its batch
+        bench.service.finished("running")
+        await bench.tick()
+        assert [ticket(task).queue_ms for task in waiting] == [100.0, 100.0]
+
+    scenario(test)
+
+
+def test_a_queue_over_the_bound_of_an_upgrade_is_served_and_takes_no_more():
+    async def test(bench: Bench) -> None:
+        tasks = [await bench.ask(name) for name in "abcd"]
+        for policy in ("cachesmith", "fcfs", "edf", "cachesmith-static"):
+            bench.service.reconfigure(config_of(1, max_waiting=2, policy=policy))
+        refused = (await bench.ask("e")).result()
+        assert isinstance(refused, Refusal) and refused.code == "queue_full"
+        bench.add("r1", "r2")
+        await bench.tick()
+        assert len([ticket(task) for task in tasks]) == 4
+        assert not (await bench.ask("f")).done()
+
+    scenario(test)
+
+
 def test_waiting_too_long_is_refused_with_the_reason():
     async def test(bench: Bench) -> None:
         task = await bench.ask("a")

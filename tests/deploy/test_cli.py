@@ -16,7 +16,7 @@ from deploy.client import KEY_VARIABLE
 from deploy.server import ServerError, check_port
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["ingest"], ["status"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["deploy"], ["ingest"], ["status"], ["bench"]])
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit) as exit_:
         main([*command, "--help"])

