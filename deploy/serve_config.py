@@ -123,8 +123,8 @@ def with_application(details: Json, app: Json, settings: Settings) -> Json:
         is_asked = wanted != getattr(type(settings.http)(), key)
         if found_http is not None and is_asked and found_http.get(key) != wanted:
             raise SettingsError(
-                f"http.{key}: Serve runs with {found_http.get(key)!r}, which can not be changed while "
-                f"applications run; got {wanted!r}"
+                f"http.{key}: Serve runs with {found_http.get(key)!r}, which can not be changed "
+                f"while applications run; got {wanted!r}"
             )
     given = {key: value for key, value in http.items() if value is not None}
     return _config(details, [*_others(details, name), app], given)

@@ -185,7 +185,7 @@ def check_object(manifest: dict[str, Any]) -> None:
         kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
 
 
-@pytest.mark.parametrize("manifest", objects(), ids=lambda o: f"{o['kind']} {named(o)}")
+@pytest.mark.parametrize("manifest", list(objects()), ids=lambda o: f"{o['kind']} {named(o)}")
 def test_kubernetes_takes_the_manifest(manifest):
     check_object(manifest)
 
