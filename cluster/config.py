@@ -140,6 +140,7 @@ class ClusterConfig:
     replica_env: dict[str, str] = field(default_factory=dict)
     max_ongoing_per_replica: int = 64
     num_ingresses: int = 1
+    max_ingresses_per_node: int | None = None  # None: no bound
     cpus_per_ingress: float = 0.1
     health_check_period_s: float = 1.0
     health_check_timeout_s: float = 10.0

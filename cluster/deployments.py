@@ -52,6 +52,7 @@ def cluster_app(config: ClusterConfig) -> Application:
         health_check_timeout_s=config.health_check_timeout_s,
         graceful_shutdown_timeout_s=config.graceful_shutdown_s,
         graceful_shutdown_wait_loop_s=0.5,
+        max_replicas_per_node=config.max_ingresses_per_node,
         ray_actor_options={"num_cpus": config.cpus_per_ingress},
     )
     return ingress.bind(config.ingress, scheduler, replicas)

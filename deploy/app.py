@@ -5,6 +5,7 @@ command line calls.
 """
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,15 +67,20 @@ def build(args: AppArgs) -> Application:
 def build_application(
     settings: Settings, *, app_name: str = APP_NAME, engine_builder: str = ENGINE_BUILDER
 ) -> Application:
-    """The application, bound. Needs a running Ray, to see whether there are GPUs."""
+    """The application, bound. Needs a running Ray, to see how many nodes and whether GPUs."""
     import ray
 
     from cluster.deployments import cluster_app
 
     has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    num_nodes = sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1
     return cluster_app(
         cluster_config(
-            settings, app_name=app_name, has_gpus=has_gpus, engine_builder=engine_builder
+            settings,
+            app_name=app_name,
+            has_gpus=has_gpus,
+            num_nodes=num_nodes,
+            engine_builder=engine_builder,
         )
     )
 
@@ -84,9 +90,13 @@ def cluster_config(
     *,
     app_name: str = APP_NAME,
     has_gpus: bool = False,
+    num_nodes: int = 1,
     engine_builder: str = ENGINE_BUILDER,
 ) -> ClusterConfig:
-    """Settings taken apart into what each part of the cluster reads."""
+    """Settings taken apart into what each part of the cluster reads.
+
+    num_nodes: those that the ingresses are spread over
+    """
     engine, replicas, scheduler = settings.engine, settings.replicas, settings.scheduler
     profile, token = profile_of(settings), settings.http.admin_token
     per_rank = replicas.gpus_per_rank
@@ -122,6 +132,7 @@ def cluster_config(
         gpus_per_replica=per_rank * engine.tensor_parallel_size,
         max_ongoing_per_replica=replicas.max_ongoing_requests or 4 * engine.max_num_seqs,
         num_ingresses=settings.http.ingress_replicas,
+        max_ingresses_per_node=math.ceil(settings.http.ingress_replicas / num_nodes),
         graceful_shutdown_s=replicas.graceful_shutdown_s,
     )
 
