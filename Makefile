@@ -5,10 +5,10 @@ PYTHON_ENV := .venv/bin/python
 TEST_JOBS := 2
 PYTEST := $(PYTHON_ENV) -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check clean
+.PHONY: help install demo test test-cluster check clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: ## set up .venv with CacheSmith and what it needs
 	@scripts/install.sh
@@ -24,10 +24,10 @@ test: ## run all tests that need no GPU
 	@scripts/redis_server.sh
 	@failed=; \
 	for kind in \
-		"unit:not vllm and not ray and not redis and not gpu" \
-		"redis:redis and not vllm and not ray and not gpu" \
-		"vllm:vllm and not ray and not gpu" \
-		"ray:ray and not gpu"; \
+		"unit:not vllm and not ray and not redis and not gpu and not cluster" \
+		"redis:redis and not vllm and not ray and not gpu and not cluster" \
+		"vllm:vllm and not ray and not gpu and not cluster" \
+		"ray:ray and not gpu and not cluster"; \
 	do \
 		printf '\n== %s tests\n' "$${kind%%:*}"; \
 		$(PYTEST) -m "$${kind#*:}"; status=$$?; \
@@ -35,6 +35,11 @@ test: ## run all tests that need no GPU
 	done; \
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi; \
 	printf '\nall tests passed\n'
+
+test-cluster: ## as root: a cluster of three test hosts on this machine, under load and faults
+	@scripts/install.sh --dev
+	@scripts/testbed_programs.sh
+	$(PYTHON_ENV) -m pytest -m cluster -s
 
 check: ## lint, formatting, types and the unit tests
 	@scripts/install.sh --dev

@@ -32,13 +32,21 @@ class SchedulerConfig:
     lease_ms: float = 5_000.0  # a ticket that its replica has not confirmed by then is void
     suspect_ms: float = 2_000.0  # no tickets for a replica that just failed a request
     router_ttl_ms: float = 3_000.0  # a router that has not spoken for so long is gone
+    ingress_ttl_ms: float = 5_000.0  # an ingress likewise, and who waits through it
     decode_reserve_tokens: int = 128  # KV kept free for what a request will generate
     tick_ms: float = 250.0
     unused_s: float = 60.0  # a scheduler that no ingress has asked for so long ends itself
     generation: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_wait_ms", "lease_ms", "router_ttl_ms", "tick_ms", "unused_s"):
+        for name in (
+            "max_wait_ms",
+            "lease_ms",
+            "router_ttl_ms",
+            "ingress_ttl_ms",
+            "tick_ms",
+            "unused_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
         for name in ("gather_ms", "suspect_ms", "decode_reserve_tokens"):
@@ -175,7 +183,7 @@ class ClusterConfig:
     max_ongoing_per_replica: int = 64
     max_surge: float = 0.0  # share of the replicas that an upgrade starts before others end
     num_ingresses: int = 1
-    max_ingresses_per_node: int | None = None
+    max_ingresses_per_node: int | None = None  # None: no bound
     cpus_per_ingress: float = 0.1
     health_check_period_s: float = 1.0
     health_check_timeout_s: float = 10.0

@@ -218,6 +218,8 @@ class Gateway:
                     if ticket.replica_id:
                         self._scheduler.replica_lost(ticket.replica_id)
                     self._scheduler.abandon(ticket_id)
+                    if outcome.outcome == "ok":
+                        return  # it ended after its last token: the answer is complete
                     retries += 1
                     if answered:
                         raise ApiError(

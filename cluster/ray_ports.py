@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from contextvars import Context
@@ -51,7 +52,9 @@ class RayScheduler:
         self._address = address
         self._config = config
         self._gone_after_s = gone_after_s
+        self._ingress_id = uuid.uuid4().hex
         self._handle: ActorHandle[Any] | None = None
+        self._finding: asyncio.Task[ActorHandle[Any]] | None = None
         self._answered_at = time.monotonic()
         self._status: SchedulerStatus | None = None
         self._outbox = Outbox(self._tell)
@@ -70,7 +73,7 @@ class RayScheduler:
         while True:
             try:
                 handle = await self._resolve()
-                self._status = await asyncio.wait_for(handle.status.remote(), 2.0)
+                self._status = await asyncio.wait_for(handle.status.remote(self._ingress_id), 2.0)
                 self._answered_at = time.monotonic()
                 if self._status.generation < self._config.generation:
                     # Ray restarts the actor with its first config, and an ingress that an upgrade
@@ -91,8 +94,10 @@ class RayScheduler:
             ref = None
             try:
                 handle = await self._resolve()
-                ref = handle.admit.remote(profile)
+                ref = handle.admit.remote(profile, self._ingress_id)
                 return await self._answer(ref)
+            except TimeoutError:
+                raise SchedulerGoneError("the scheduler can not be found") from None
             except asyncio.CancelledError:
                 self._give_up(ref, profile.request_id)
                 raise
@@ -147,13 +152,26 @@ class RayScheduler:
             await scheduler_actor.tell(self._handle, messages)
 
     async def _resolve(self) -> ActorHandle[Any]:
-        handle = self._handle
-        if handle is None:
-            handle = await asyncio.to_thread(
+        """The actor's handle. Raises TimeoutError when it can not be found in time.
+
+        While the head node is away each search takes as long, and holds a thread: so there is one
+        for all who wait, and nobody waits for it who knows that the scheduler is gone.
+        """
+        if self._handle is not None:
+            return self._handle
+        if self._finding is None:
+            self._finding = asyncio.get_running_loop().create_task(self._find())
+        patience_s = max(self._gone_after_s - self._silent_s(), 0.0)
+        return await asyncio.wait_for(asyncio.shield(self._finding), patience_s)
+
+    async def _find(self) -> ActorHandle[Any]:
+        try:
+            self._handle = await asyncio.to_thread(
                 scheduler_actor.get_or_create, self._address, self._config
             )
-            self._handle = handle
-        return handle
+            return self._handle
+        finally:
+            self._finding = None
 
     def _silent_s(self) -> float:
         return time.monotonic() - self._answered_at

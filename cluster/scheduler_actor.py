@@ -61,9 +61,9 @@ class SchedulerActor:
             self._service.reconfigure(config)
             self._config = config
 
-    async def admit(self, profile: RequestProfile) -> Ticket | Refusal:
+    async def admit(self, profile: RequestProfile, ingress_id: str) -> Ticket | Refusal:
         self._asked_at = time.monotonic()
-        return await self._service.admit(profile)
+        return await self._service.admit(profile, ingress_id=ingress_id)
 
     async def tell(self, messages: Sequence[Message]) -> None:
         """Calls of the service without an answer, in order."""
@@ -76,8 +76,11 @@ class SchedulerActor:
     async def report(self, report: ReplicaReport) -> ReportAck:
         return self._service.report(report)
 
-    async def status(self) -> SchedulerStatus:
+    async def status(self, ingress_id: str | None = None) -> SchedulerStatus:
+        """ingress_id: who asks, and is alive; None: an onlooker"""
         self._asked_at = time.monotonic()
+        if ingress_id is not None:
+            self._service.heard(ingress_id)
         return self._service.status()
 
     async def signal(self) -> LoadSignal:

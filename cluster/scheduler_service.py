@@ -55,6 +55,7 @@ class _Waiter:
     future: asyncio.Future[Ticket | Refusal]
     profile: RequestProfile
     since_ms: float
+    ingress_id: str
     floor_ms: float | None = None  # asked for once, for the signal
 
     def slack_ms(self, now_ms: float) -> float:
@@ -99,6 +100,7 @@ class SchedulerService:
         self._leases = LeaseTable(lease_ms=config.lease_ms)
         self._residency = NodeResidency()
         self._replicas: dict[str, _Replica] = {}
+        self._ingresses: dict[str, float] = {}  # when each was heard of
         self._load = LoadMeter(planner)
         self._load_ms: float | None = None  # the latest that a replica has measured
         self._changed = asyncio.Event()
@@ -108,8 +110,12 @@ class SchedulerService:
 
     # --- ingresses ---------------------------------------------------------------------------
 
-    async def admit(self, profile: RequestProfile) -> Ticket | Refusal:
-        """Wait for a place. Cancelling gives up the request, or the place if it was granted."""
+    async def admit(self, profile: RequestProfile, *, ingress_id: str) -> Ticket | Refusal:
+        """Wait for a place. Cancelling gives up the request, or the place if it was granted.
+
+        So does the end of the ingress: it has to be `heard` of again and again.
+        """
+        self.heard(ingress_id)
         request_id = profile.request_id
         self.abandon(request_id)  # the caller asks again: its first call got lost
         now_ms = self._clock.now_ms()
@@ -121,7 +127,7 @@ class SchedulerService:
             return Refusal(
                 status=429, message=str(exc), code="queue_full", retry_after_s=exc.retry_after_s
             )
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), profile, now_ms)
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), profile, now_ms, ingress_id)
         self._waiters[request_id] = waiter
         self._dispatch_in(self._config.gather_ms)
         try:
@@ -131,6 +137,10 @@ class SchedulerService:
             if granted or self._waiters.get(request_id) is waiter:
                 self.abandon(request_id)
             raise
+
+    def heard(self, ingress_id: str) -> None:
+        """An ingress is alive."""
+        self._ingresses[ingress_id] = self._clock.now_ms()
 
     def abandon(self, request_id: str) -> None:
         """Forget a request, waiting or with a ticket; unknown ids are ignored."""
@@ -314,6 +324,7 @@ class SchedulerService:
             self._changed.set()
 
     def _forget_gone(self, running: frozenset[str], now_ms: float) -> None:
+        self._forget_ingresses(now_ms)
         for request_id in self._leases.expire(now_ms=now_ms):
             log.warning("ticket_expired request_id=%s", request_id)
         # a replica that still reports, but is in no router's list, drains or is about to join
@@ -325,6 +336,17 @@ class SchedulerService:
         if num_lost := self._leases.release_replicas(running | self._replicas.keys()):
             log.warning("leases_lost num_leases=%d", num_lost)
         self._residency.keep_nodes({r.report.node_id for r in self._replicas.values()})
+
+    def _forget_ingresses(self, now_ms: float) -> None:
+        """Nobody would use the tickets of what waits through them, and replicas wait for that."""
+        cutoff_ms = now_ms - self._config.ingress_ttl_ms
+        gone = {key for key, at_ms in self._ingresses.items() if at_ms < cutoff_ms}
+        for ingress_id in gone:
+            del self._ingresses[ingress_id]
+            lost = [key for key, w in self._waiters.items() if w.ingress_id == ingress_id]
+            for request_id in lost:
+                self.abandon(request_id)
+            log.info("ingress_gone ingress_id=%s num_waiting=%d", ingress_id, len(lost))
 
     def _refuse_late(self, running: frozenset[str], now_ms: float) -> None:
         late = [

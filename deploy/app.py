@@ -102,7 +102,7 @@ def build_from_file(args: FileArgs) -> Application:
 def build_application(
     settings: Settings, *, app_name: str = APP_NAME, engine_builder: str = ENGINE_BUILDER
 ) -> Application:
-    """The application, bound. Needs a running Ray, to see whether there are GPUs."""
+    """The application, bound. Needs a running Ray, to see how many nodes and whether GPUs."""
     import ray
 
     from cluster.deployments import cluster_app

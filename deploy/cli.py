@@ -20,6 +20,7 @@ from deploy.client import KEY_VARIABLE
 from deploy.console import fail, say
 from deploy.models import ModelUnavailableError
 from deploy.settings import SettingsError, load_settings
+from deploy.testbed import command as testbed
 
 _EPILOG = """\
 examples:
@@ -35,6 +36,7 @@ examples:
   cachesmith explain --request ask.json            why its batch got its plan
   cachesmith profile --model DIR --out FILE        measure what the planner goes by
   cachesmith simulate --config FILE                compare policies in simulated settings
+  cachesmith testbed                               a cluster on this machine, with faults
   cachesmith bench prefill                         what reuse saves on this machine
 
 `cachesmith COMMAND --help` explains each command.
@@ -124,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_parser(commands)
     profile.add_parser(commands)
     simulate.add_parser(commands)
+    testbed.add_parser(commands)
 
     names = _benchmarks()
     bench = commands.add_parser(

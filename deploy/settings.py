@@ -376,7 +376,7 @@ def load_settings(
     try:
         loaded = Loaded(**(overrides or {}))
     except ValidationError as exc:
-        raise SettingsError(_readable(exc)) from None
+        raise SettingsError(readable_errors(exc)) from None
     return Settings.model_construct(
         **{name: getattr(loaded, name) for name in Settings.model_fields}
     )
@@ -402,12 +402,13 @@ def _check_environment() -> None:
             raise SettingsError(f"{name}: unknown section {section.lower()}, known are {known}")
 
 
-def _readable(error: ValidationError) -> str:
+def readable_errors(error: ValidationError) -> str:
+    """A line for each wrong key, which it starts with."""
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key")
-        else:
-            lines.append(f"{key}: {item['msg'].removeprefix('Value error, ')}")
+            message = "unknown key"
+        lines.append(f"{key}: {message}" if key else message)
     return "\n".join(lines)

@@ -86,6 +86,7 @@ class Callers:
 
     def __init__(self, scheduler: ActorHandle[Any], seed: int) -> None:
         self._scheduler = scheduler
+        self._ingress_id = f"callers-{seed}"
         self._ingress = Outbox(self._tell)
         self._replicas: dict[str, Outbox[Message]] = defaultdict(lambda: Outbox(self._tell))
         self._rng = random.Random(seed)
@@ -114,7 +115,7 @@ class Callers:
         scheduler = self._scheduler
         while (sent := time.monotonic()) < end_s:
             profile = self._profile()
-            ticket = await scheduler.admit.remote(profile)
+            ticket = await scheduler.admit.remote(profile, self._ingress_id)
             if isinstance(ticket, Refusal):
                 raise RuntimeError(ticket.message)
             latencies.append((time.monotonic() - sent) * 1e3)

@@ -18,7 +18,7 @@ from benchmarks.training.english_network import (
     BlockMask,
 )
 from deploy.lora import AdapterError, merge_adapter
-from tests.tiny_models import make_tiny_llama
+from deploy.tiny_models import make_tiny_llama
 
 TOKENS = 300  # more than one block of queries
 A_WEIGHT = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -21,10 +21,11 @@ class Bench:
         self.state_dir = state_dir
         self.engine = FakeEngine(FakeEngineConfig(state_dir=str(state_dir)))
         self.scheduler = FakeScheduler(None)
+        self.replicas = FakeReplicas(self.engine)
         clock = MonotonicClock()
         self.gateway = Gateway(
             self.scheduler,
-            FakeReplicas(self.engine),
+            self.replicas,
             GatewayConfig(num_layers=4, **config),
             clock,
         )
@@ -117,3 +118,15 @@ async def test_a_request_is_admitted_with_what_every_node_can_load(tmp_path: Pat
     assert asked == [(((2, 3),), "", "fake-model")]
     (profile,) = bench.scheduler.profiles
     assert [chunk.is_shared for chunk in profile.chunks] == [True]
+
+
+async def test_a_replica_lost_after_its_last_token_has_answered(tmp_path: Path):
+    bench = Bench(tmp_path)
+    await bench.start()
+    bench.replicas.lose_after = [bench.job.sampling.max_tokens]
+    pieces = [piece async for piece in bench.gateway.run(bench.job)]
+    assert [piece.num_generated for piece in pieces] == [1, 2, 3, 4, 5]
+    assert pieces[-1].served is not None
+    assert len(bench.replicas.requests) == 1
+    assert bench.scheduler.lost == ["r1"]
+    assert [outcome.outcome for outcome in bench.scheduler.outcomes] == ["ok"]

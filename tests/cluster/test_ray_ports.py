@@ -1,6 +1,7 @@
 """What the ports make of calls that Ray cancels: their own end, or the replica's?"""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Generator
 from contextvars import ContextVar
 from dataclasses import replace
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 from ray.exceptions import TaskCancelledError
 
+from cluster import scheduler_actor
 from cluster.cache_messages import ClearHost
 from cluster.config import SchedulerAddress, SchedulerConfig
-from cluster.errors import ReplicaLostError
-from cluster.messages import RequestOutcome, SchedulerStatus
+from cluster.errors import ReplicaLostError, SchedulerGoneError
+from cluster.messages import Refusal, RequestOutcome, SchedulerStatus
 from cluster.ray_ports import RayReplicas, RayScheduler
 from planner import RequestProfile, Ticket
 from tests.fakes.fake_ports import PLAN
@@ -37,7 +39,7 @@ class FakeActor:
     async def _tell(self, messages: list[tuple[Any, ...]]) -> None:
         self.told.append(messages)
 
-    async def _admit(self, profile: RequestProfile) -> Ticket:
+    async def _admit(self, profile: RequestProfile, ingress_id: str) -> Ticket:
         self.num_admissions += 1
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
@@ -132,7 +134,7 @@ class FakeScheduler:
         self.status = SimpleNamespace(remote=self._status)
         self.adopt = SimpleNamespace(remote=self._adopt)
 
-    async def _status(self) -> SchedulerStatus:
+    async def _status(self, ingress_id: str) -> SchedulerStatus:
         self.asked.set()
         return SchedulerStatus(epoch="e", num_waiting=0, replicas=(), generation=self.generation)
 
@@ -155,6 +157,39 @@ async def test_a_scheduler_of_an_older_deployment_is_brought_up_to_date(
         await asyncio.wait_for(actor.asked.wait(), 30.0)
     watching.cancel()
     assert actor.adopted == [config] * num_adoptions
+
+
+async def test_while_the_actor_can_not_be_found_all_give_up_in_time_on_one_search(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """As while the head node is away: a search ends when it is back, however long that takes."""
+    is_back, searches = threading.Event(), []
+
+    def search(address: SchedulerAddress, config: SchedulerConfig) -> FakeActor:
+        searches.append(address)
+        is_back.wait(60.0)
+        return FakeActor(TICKET)
+
+    monkeypatch.setattr(scheduler_actor, "get_or_create", search)
+    port = RayScheduler(SchedulerAddress(name="s"), SchedulerConfig(), gone_after_s=0.2)
+    try:
+        for _ in range(2):  # the second time it is known to be gone
+            answers = (port.admit(PROFILE) for _ in range(20))
+            for answer in await asyncio.gather(*answers, return_exceptions=True):
+                assert isinstance(answer, SchedulerGoneError)
+    finally:
+        is_back.set()
+    while (answer := await _admitted(port)) is None:
+        await asyncio.sleep(0.01)
+    assert answer == TICKET
+    assert len(searches) == 1
+
+
+async def _admitted(port: RayScheduler) -> Ticket | Refusal | None:
+    try:
+        return await port.admit(PROFILE)
+    except SchedulerGoneError:
+        return None
 
 
 @pytest.mark.parametrize("error", [TaskCancelledError(), asyncio.CancelledError()], ids=repr)

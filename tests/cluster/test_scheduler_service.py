@@ -84,6 +84,9 @@ def profile(
     )
 
 
+INGRESS = "ingress"  # is alive
+
+
 class Bench:
     """A service with its clock, and requests as tasks."""
 
@@ -103,12 +106,16 @@ class Bench:
         for replica_id in replica_ids:
             assert not self.service.report(report(replica_id, **changes)).needs_full
 
-    async def ask(self, request_id: str, **kwargs: Any) -> "asyncio.Task[Ticket | Refusal]":
-        task = asyncio.ensure_future(self.service.admit(profile(request_id, **kwargs)))
+    async def ask(
+        self, request_id: str, *, ingress_id: str = INGRESS, **kwargs: Any
+    ) -> "asyncio.Task[Ticket | Refusal]":
+        asked = self.service.admit(profile(request_id, **kwargs), ingress_id=ingress_id)
+        task = asyncio.ensure_future(asked)
         await asyncio.sleep(0)
         return task
 
     async def tick(self) -> None:
+        self.service.heard(INGRESS)
         self.service.tick()
         for _ in range(3):
             await asyncio.sleep(0)
@@ -202,6 +209,21 @@ def test_cancelling_in_the_turn_of_the_grant_frees_the_place():
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert bench.service.status().replicas[0].num_leases == 0
+
+    scenario(test)
+
+
+def test_who_waits_through_an_ingress_that_is_gone_takes_no_place():
+    async def test(bench: Bench) -> None:
+        ghosts = [await bench.ask(f"ghost{i}", ingress_id="killed") for i in range(3)]
+        alive = await bench.ask("a")
+        bench.clock.advance(bench.service._config.ingress_ttl_ms + 1.0)
+        await bench.tick()
+        assert all(ghost.cancelled() for ghost in ghosts) and not alive.done()
+        bench.add("r1")
+        await bench.tick()
+        assert ticket(alive).batch_size == 1
+        assert bench.service.status().replicas[0].num_leases == 1
 
     scenario(test)
 

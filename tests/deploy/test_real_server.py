@@ -25,9 +25,9 @@ import pytest
 
 from deploy.server import running_server
 from deploy.settings import load_settings
+from deploy.tiny_models import TRAINING_TEXT, make_tiny_qwen3
 from kv_tier import HostTier, HostTierConfig, KvLayout
 from tests.cluster.harness import free_port, wait_until
-from tests.tiny_models import TRAINING_TEXT, make_tiny_qwen3
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

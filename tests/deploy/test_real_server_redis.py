@@ -10,10 +10,10 @@ import pytest
 
 from deploy.server import RunningServer, running_server
 from deploy.settings import load_settings
+from deploy.tiny_models import make_tiny_qwen3
 from tests.cluster.harness import free_port
 from tests.deploy.test_real_server import answer_of, passages
 from tests.kv_tier.redis.servers import RedisServer, eventually
-from tests.tiny_models import make_tiny_qwen3
 
 pytestmark = [pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
 

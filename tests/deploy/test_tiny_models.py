@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.tiny_models import make_tiny_llama, make_tiny_qwen3
+from deploy.tiny_models import make_tiny_llama, make_tiny_qwen3
 
 MAKERS = {"qwen3": make_tiny_qwen3, "llama": make_tiny_llama}
 TEXTS = [

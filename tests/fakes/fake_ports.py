@@ -117,6 +117,8 @@ class FakeReplicas:
                         raise ReplicaLostError("the fake replica is told to be lost")
                     left -= 1
                 yield delta
+            if left == 0:
+                raise ReplicaLostError("the fake replica is told to be lost at its end")
         except PromptTooLongError as exc:
             yield Refusal(status=400, message=str(exc), code="context_length_exceeded")
         finally:

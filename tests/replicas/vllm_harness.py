@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.tiny_models import make_tiny_qwen3
 from kv_tier.host_tier import HostTier
 from planner.cost_model import CostModel
 from planner.types import (
@@ -22,7 +23,6 @@ from replicas import vllm_args, vllm_engine
 from replicas.config import EngineConfig
 from replicas.vllm_engine import VllmEngine
 from tests.fakes.records import request_plan
-from tests.tiny_models import make_tiny_qwen3
 
 NUM_LAYERS = 4
 ANCHOR = "<|im_start|>"

@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights and a real tokenizer, for tests that load a model folder.
+"""Tiny checkpoints with random weights and a real tokenizer, for tests and the testbed.
 
 They say nothing sensible, but their logits lie far apart, so that two right computations of the
 same model pick the same tokens. Both families take any Unicode text and speak ChatML.
