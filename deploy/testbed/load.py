@@ -31,16 +31,17 @@ async def send(
     """
     began_s = time.monotonic()
     asking: list[asyncio.Task[Answer]] = []
-    for index in count():
-        if index >= rate * seconds and may_end():
-            break
-        await asyncio.sleep(max(0.0, began_s + index / rate - time.monotonic()))
-        is_exact = index % 2 == 0
-        prompt = prompts[index // 2 % len(prompts)]
-        body = body_of(prompt, model=model, recompute=_EXACT if is_exact else _ADAPTIVE)
-        ask = client.ask(body, index=index, prompt=prompt.index, is_exact=is_exact)
-        asking.append(asyncio.create_task(ask))
-    return list(await asyncio.gather(*asking))
+    async with asyncio.TaskGroup() as group:
+        for index in count():
+            if index >= rate * seconds and may_end():
+                break
+            await asyncio.sleep(max(0.0, began_s + index / rate - time.monotonic()))
+            is_exact = index % 2 == 0
+            prompt = prompts[index // 2 % len(prompts)]
+            body = body_of(prompt, model=model, recompute=_EXACT if is_exact else _ADAPTIVE)
+            ask = client.ask(body, index=index, prompt=prompt.index, is_exact=is_exact)
+            asking.append(group.create_task(ask))
+    return [task.result() for task in asking]
 
 
 async def ask_whole(client: Client, prompts: Sequence[Prompt], *, model: str) -> References:
