@@ -36,7 +36,7 @@ test: ## run all tests that need no GPU
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi; \
 	printf '\nall tests passed\n'
 
-test-cluster: ## as root: a cluster of three test hosts on this machine, under load and faults
+test-cluster: ## as root: tests with several nodes, three test hosts under load and faults among them
 	@scripts/install.sh --dev
 	@scripts/testbed_programs.sh
 	$(PYTHON_ENV) -m pytest -m cluster -s

@@ -25,7 +25,7 @@ from tests.cluster.harness import APP, MODEL, REPO, Server, free_port, wait_unti
 from tests.fakes.byte_tokenizer import write_model_dir
 from tests.fakes.fake_engine import FakeEngineConfig
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.cluster
 
 NODE = {
     "num_cpus": 4,

@@ -23,7 +23,7 @@ from deploy.cli import main
 from tests.cluster.harness import MODEL, REPO, Server, chat_body, free_port, wait_until
 from tests.fakes.byte_tokenizer import write_model_dir
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.cluster
 
 BUILDER = "tests.fakes.apps:build"
 LOOPBACK = "127.0.0.1"
