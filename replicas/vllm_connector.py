@@ -27,6 +27,7 @@ from planner.clock import MonotonicClock
 from replicas.connector_scheduler import SchedulerSide, SliceConfig
 from replicas.connector_types import RequestParams, StepMeta, WorkerReport
 from replicas.connector_worker import WorkerSettings, WorkerSide
+from replicas.parent_watch import end_with_parent
 from replicas.vllm_model import VllmModel
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class CacheSmithConnector(KVConnectorBase_V1):
         self._page_lock: PageLock | None = None
         self._scheduler: SchedulerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
+            end_with_parent()  # this is the engine core's process; its workers end with it
             keys = KeySpace(
                 fingerprint=extra["fingerprint"],
                 kv_dtype=self._layout.dtype,
