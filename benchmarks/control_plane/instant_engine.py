@@ -5,17 +5,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from kv_tier.keys import content_id
-from planner import (
-    CostModel,
-    EngineInfo,
-    EngineLoad,
-    PrefillResult,
-    PrefillTimings,
-    RagRequest,
-    Ticket,
-)
-from replicas.cache_types import CacheOperations, NoRedisTierError, TierReport
-from replicas.interface import GenerationDelta, ResidencyUpdate, StoredChunk
+from planner import CostModel, EngineInfo, RagRequest, Ticket
+from replicas.emulation import EmulatedEngine, planned_result
+from replicas.interface import GenerationDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +22,13 @@ def build(config: InstantEngineConfig) -> "InstantEngine":
     return InstantEngine(config)
 
 
-class InstantEngine:
+class InstantEngine(EmulatedEngine):
     """Says that it keeps every chunk that it has seen, so that requests are planned with reuse."""
 
     def __init__(self, config: InstantEngineConfig) -> None:
+        super().__init__()
         self._config = config
         self._resident: set[str] = set()
-        self._added: list[str] = []
-        self._num_running = 0
 
     async def start(self) -> EngineInfo:
         config = self._config
@@ -50,10 +41,6 @@ class InstantEngine:
             max_num_seqs=config.max_num_seqs,
             tensor_parallel_size=1,
         )
-
-    @property
-    def link(self) -> None:
-        return None
 
     @property
     def cost(self) -> CostModel:
@@ -70,7 +57,7 @@ class InstantEngine:
     async def generate(self, request: RagRequest, ticket: Ticket) -> AsyncIterator[GenerationDelta]:
         """The first token is the CLOCK_MONOTONIC time of the call, in ns; the others are empty."""
         stamp = str(time.monotonic_ns())
-        self._num_running += 1
+        self.num_running += 1
         try:
             max_tokens = request.sampling.max_tokens
             for index in range(max_tokens):
@@ -79,59 +66,14 @@ class InstantEngine:
                     text="" if index else stamp,
                     num_generated=index + 1,
                     finish_reason="length" if is_last else None,
-                    result=_result(request, ticket) if is_last else None,
+                    result=planned_result(request, ticket) if is_last else None,
                 )
             for chunk in request.chunks:
                 self.keep(content_id(chunk, cache_salt=request.cache_salt))
         finally:
-            self._num_running -= 1
-
-    async def ingest(self, token_ids: tuple[int, ...], *, cache_salt: str = "") -> StoredChunk:
-        raise ValueError("this engine stores nothing")
-
-    def find_chunk(self, chunk_id: str) -> StoredChunk | None:
-        return None
-
-    @property
-    def cache(self) -> CacheOperations:
-        raise NoRedisTierError("this engine has no tiers")
-
-    def tier_report(self) -> TierReport:
-        return TierReport()
-
-    def load(self) -> EngineLoad:
-        return EngineLoad(num_running=self._num_running, num_waiting=0, num_ingest_backlog=0)
-
-    def residency_update(self) -> ResidencyUpdate:
-        update = ResidencyUpdate(added=tuple(self._added))
-        self._added.clear()
-        return update
-
-    async def check_health(self) -> None:
-        return
-
-    async def close(self) -> None:
-        return
+            self.num_running -= 1
 
     def keep(self, chunk_id: str) -> None:
         if chunk_id not in self._resident:
             self._resident.add(chunk_id)
-            self._added.append(chunk_id)
-
-
-def _result(request: RagRequest, ticket: Ticket) -> PrefillResult:
-    plan = ticket.plan
-    return PrefillResult(
-        policy=plan.policy,
-        signal=plan.signal,
-        warmup_depth=plan.warmup_depth,
-        probe_len=plan.probe_len,
-        coverage=plan.coverage,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_context_tokens=sum(map(len, request.chunks)),
-        num_miss_tokens=0,
-        num_recomputed_tokens=0,
-        cached_tokens={"host": 0},
-        batch_size=ticket.batch_size,
-        timings=PrefillTimings(),
-    )
+            self.added.append(chunk_id)

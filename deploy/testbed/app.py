@@ -3,7 +3,7 @@
 from ray.serve import Application
 
 from deploy.app import APP_NAME, AppArgs, build_application
-from deploy.testbed.emulated_engine import EmulatedEngine
+from deploy.testbed.emulated_engine import RankedEngine
 from replicas.config import EngineConfig
 
 EMULATED_APP = "deploy.testbed.app:build"
@@ -15,5 +15,5 @@ def build(args: AppArgs) -> Application:
     return build_application(args, app_name=APP_NAME, engine_builder=_ENGINE_BUILDER)
 
 
-def build_engine(config: EngineConfig) -> EmulatedEngine:
-    return EmulatedEngine(config)
+def build_engine(config: EngineConfig) -> RankedEngine:
+    return RankedEngine(config)

@@ -14,25 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from deploy.testbed import emulated_rank
-from planner import (
-    CostModel,
-    EngineInfo,
-    EngineLoad,
-    PrefillResult,
-    PrefillTimings,
-    RagRequest,
-    Ticket,
-)
-from replicas.cache_admin import CacheAdmin
-from replicas.cache_types import TierReport
+from planner import CostModel, EngineInfo, PrefillResult, PrefillTimings, RagRequest, Ticket
 from replicas.config import EngineConfig
-from replicas.interface import (
-    EngineDeadError,
-    GenerationDelta,
-    PromptTooLongError,
-    ResidencyUpdate,
-    StoredChunk,
-)
+from replicas.emulation import EmulatedEngine, planned_result
+from replicas.interface import EngineDeadError, GenerationDelta, PromptTooLongError
 
 _NUM_LAYERS = 4
 _TOKEN_MS = 4.0
@@ -40,14 +25,13 @@ _MAX_MODEL_LEN = 8192
 _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "jetty")
 
 
-class EmulatedEngine:
+class RankedEngine(EmulatedEngine):
     """One replica's engine. Every chunk is a miss."""
 
     def __init__(self, config: EngineConfig) -> None:
+        super().__init__()
         self._config = config
         self._ranks: list[_Rank] = []
-        self._cache = CacheAdmin(None)
-        self._num_running = 0
 
     async def start(self) -> EngineInfo:
         for index in range(self._config.tensor_parallel_size):
@@ -74,17 +58,13 @@ class EmulatedEngine:
             reuse_ms=0.0,
         )
 
-    @property
-    def link(self) -> None:
-        return None
-
     async def generate(self, request: RagRequest, ticket: Ticket) -> AsyncIterator[GenerationDelta]:
         max_tokens = request.sampling.max_tokens
         limit = self._config.max_model_len or _MAX_MODEL_LEN
         if request.num_prompt_tokens + max_tokens > limit:
             raise PromptTooLongError(f"{request.num_prompt_tokens} and {max_tokens} do not fit")
         prompt = _digest(request)
-        self._num_running += 1
+        self.num_running += 1
         try:
             prefill_ms = _NUM_LAYERS * (1.0 + 0.02 * request.num_prompt_tokens)
             await asyncio.sleep(prefill_ms / 1e3)
@@ -99,26 +79,7 @@ class EmulatedEngine:
                 )
                 await asyncio.sleep(_TOKEN_MS / 1e3)
         finally:
-            self._num_running -= 1
-
-    async def ingest(self, token_ids: tuple[int, ...], *, cache_salt: str = "") -> StoredChunk:
-        raise ValueError("the emulated engine stores nothing")
-
-    def find_chunk(self, chunk_id: str) -> StoredChunk | None:
-        return None
-
-    @property
-    def cache(self) -> CacheAdmin:
-        return self._cache
-
-    def tier_report(self) -> TierReport:
-        return self._cache.report()
-
-    def load(self) -> EngineLoad:
-        return EngineLoad(num_running=self._num_running, num_waiting=0, num_ingest_backlog=0)
-
-    def residency_update(self) -> ResidencyUpdate:
-        return ResidencyUpdate()
+            self.num_running -= 1
 
     async def check_health(self) -> None:
         for rank in self._ranks:
@@ -191,18 +152,15 @@ def _digest(request: RagRequest) -> str:
 
 def _result(request: RagRequest, ticket: Ticket, prefill_ms: float) -> PrefillResult:
     num_context = sum(map(len, request.chunks))
-    return PrefillResult(
-        policy=ticket.plan.policy,
-        signal=ticket.plan.signal,
+    return planned_result(
+        request,
+        ticket,
         warmup_depth=_NUM_LAYERS,
         probe_len=0,
         coverage=1.0 if num_context else 0.0,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_context_tokens=num_context,
         num_miss_tokens=num_context,
         num_recomputed_tokens=request.num_prompt_tokens,
         cached_tokens={},
-        batch_size=ticket.batch_size,
         timings=PrefillTimings(compute_ms=prefill_ms, first_token_ms=prefill_ms),
         full_prefill=True,
     )

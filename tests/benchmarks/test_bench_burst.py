@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.burst.emulated_engine import EmulatedConfig, EmulatedEngine
+from benchmarks.burst.emulated_engine import EmulatedConfig, SleepingEngine
 from benchmarks.burst.setting import (
     Burst,
     Outcome,
@@ -63,7 +63,7 @@ def test_a_simulated_burst_is_met_by_more_replicas():
     assert found["fixed 1"].qsa < found["slo"].qsa <= found["fixed 3"].qsa
 
 
-def ask(engine: EmulatedEngine, ticket: Ticket):
+def ask(engine: SleepingEngine, ticket: Ticket):
     request = RagRequest(
         request_id="r",
         prefix_ids=(1,),
@@ -80,7 +80,7 @@ def ask(engine: EmulatedEngine, ticket: Ticket):
 
 def test_the_emulated_engine_takes_what_the_plan_expects():
     config = EmulatedConfig(cost=every_price(4), load_s=0.0, chunk_ids=("a", "b"))
-    engine = EmulatedEngine(config)
+    engine = SleepingEngine(config)
     info = asyncio.run(engine.start())
     assert info.num_layers == 4 and info.model == "emulated"
     assert engine.residency_update().added == ("a", "b") and not engine.residency_update().added

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from deploy.testbed.emulated_engine import EmulatedEngine
+from deploy.testbed.emulated_engine import RankedEngine
 from planner import RagRequest, SamplingOptions, Ticket
 from replicas.config import EngineConfig
 from replicas.interface import EngineDeadError, PromptTooLongError
@@ -20,8 +20,8 @@ TICKET = Ticket(
 
 
 @asynccontextmanager
-async def running(**config: int) -> AsyncIterator[EmulatedEngine]:
-    engine = EmulatedEngine(EngineConfig(model_dir="", tensor_parallel_size=2, **config))
+async def running(**config: int) -> AsyncIterator[RankedEngine]:
+    engine = RankedEngine(EngineConfig(model_dir="", tensor_parallel_size=2, **config))
     await engine.start()
     try:
         yield engine
@@ -40,7 +40,7 @@ def request(*chunk: int, num_tokens: int = 5) -> RagRequest:
     )
 
 
-async def text_of(engine: EmulatedEngine, asked: RagRequest) -> str:
+async def text_of(engine: RankedEngine, asked: RagRequest) -> str:
     return "".join([delta.text async for delta in engine.generate(asked, TICKET)])
 
 
