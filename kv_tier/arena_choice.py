@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2s
 from pathlib import Path
+from typing import Any
 
 from kv_tier.arena_dir import ArenaDir, destroy_arena
 from kv_tier.arena_open import arena_identity, held_identity
@@ -28,8 +29,7 @@ def arena_folder(directory: Path, layout: KvLayout, capacity_bytes: int) -> Path
     wanted = arena_identity(layout, capacity_bytes // GRANULE_BYTES * GRANULE_BYTES)
     digest = blake2s(repr(sorted(wanted.items())).encode()).hexdigest()[:_DIGEST_CHARS]
     beside = directory.with_name(f"{directory.name}.{digest}")
-    is_free = not _is_used(directory) or held_identity(ArenaDir(directory)) == wanted
-    chosen = directory if is_free and not _is_used(beside) else beside
+    chosen = beside if _is_used(beside) or _is_another(directory, wanted) else directory
     for other in (directory, *_all_beside(directory)):
         if other != chosen and ArenaDir(other).index.exists() and not _is_used(other):
             with suppress(ArenaUnavailableError, OSError):  # another process has just come
@@ -39,6 +39,13 @@ def arena_folder(directory: Path, layout: KvLayout, capacity_bytes: int) -> Path
 
 def _all_beside(directory: Path) -> Iterator[Path]:
     return directory.parent.glob(f"{directory.name}.{'[0-9a-f]' * _DIGEST_CHARS}")
+
+
+def _is_another(directory: Path, wanted: dict[str, Any]) -> bool:
+    """Whether others have an arena of another kind there. One that can not be read now is none:
+    a busy index must not part replicas that share an arena."""
+    held = held_identity(ArenaDir(directory)) if _is_used(directory) else None
+    return held is not None and held != wanted
 
 
 def _is_used(directory: Path) -> bool:

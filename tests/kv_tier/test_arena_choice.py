@@ -3,7 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from kv_tier import arena_folder
+import pytest
+
+from kv_tier import arena_choice, arena_folder
 from kv_tier.extents import GRANULE_BYTES
 from tests.kv_tier.arena_cases import LAYOUT, open_tier, resident, store
 
@@ -59,3 +61,12 @@ def test_what_is_no_arena_is_left_alone(tmp_path: Path) -> None:
     (other / "notes.txt").write_text("not ours")
     assert folder(directory, SMALL) == directory
     assert (other / "notes.txt").exists()
+
+
+def test_an_index_that_can_not_be_read_now_parts_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "arena"
+    with open_tier(directory, num_granules=SMALL):
+        monkeypatch.setattr(arena_choice, "held_identity", lambda folder: None)
+        assert folder(directory, SMALL) == directory
