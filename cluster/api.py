@@ -26,6 +26,7 @@ from cluster.api_types import (
     IngestRequest,
 )
 from cluster.cache_api import add_cache_routes
+from cluster.config import DEFAULT_MAX_BODY_BYTES
 from cluster.errors import ApiError
 from cluster.gateway import Gateway, Job, Piece
 from cluster.messages import IngestResult
@@ -333,7 +334,7 @@ def create_api(
     *,
     version: str,
     access: Access | None = None,
-    max_body_bytes: int = 16 << 20,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
 ) -> FastAPI:
     """The application with all routes and error handlers.
 

@@ -14,6 +14,7 @@ from planner import (
 )
 
 NAMESPACE = "cachesmith"
+DEFAULT_MAX_BODY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ class IngressConfig:
     resolve_model: str = ""  # "module:function" from `model` to a folder; empty: it is a folder
     admin_token: str | None = field(default=None, repr=False)  # None: there is none
     api_keys_file: str = ""  # on every node with an ingress; empty: no keys are needed
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     may_sleep: bool = False  # no replica is no reason for being unhealthy: a request starts one
 
 

@@ -14,16 +14,8 @@ from ray.exceptions import RayError, RayTaskError
 from cluster.config import SchedulerAddress, SchedulerConfig
 from cluster.messages import Refusal, ReplicaReport, ReportAck, SchedulerStatus
 from cluster.metrics import ServerMetrics
-from cluster.scheduler_service import SchedulerService
-from planner import (
-    BudgetPlanner,
-    DemandCurves,
-    LoadSignal,
-    MonotonicClock,
-    RequestProfile,
-    Ticket,
-    build_scheduler,
-)
+from cluster.scheduler_service import SchedulerService, build_planning
+from planner import LoadSignal, MonotonicClock, RequestProfile, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +30,9 @@ class SchedulerActor:
 
     def __init__(self, config: SchedulerConfig) -> None:
         """config: `for_model`, so that there is a demand to plan with"""
-        assert config.demand is not None
         self._config = config
-        planner = BudgetPlanner(config.planner, DemandCurves(config.demand))
         self._service = SchedulerService(
-            build_scheduler(config.policy, planner),
-            planner,
-            config,
-            MonotonicClock(),
-            ServerMetrics(),
+            *build_planning(config), config, MonotonicClock(), ServerMetrics()
         )
         self._asked_at = time.monotonic()
         loop = asyncio.get_running_loop()

@@ -73,6 +73,21 @@ class _Replica:
     made_of: tuple[int, int, float | None] = (0, 0, None)  # leases, their tokens, busy until
 
 
+def build_planning(
+    config: SchedulerConfig, *, num_waiting: int = 0
+) -> tuple[SloScheduler, BudgetPlanner]:
+    """The policy with room for so many that wait already, and the planner that it asks.
+
+    config: `for_model`, so that there is a demand to plan with
+    """
+    assert config.demand is not None
+    planner = BudgetPlanner(config.planner, DemandCurves(config.demand))
+    limits = config.policy.rules.limits
+    held = replace(limits, max_waiting=max(limits.max_waiting, num_waiting))
+    rules = replace(config.policy.rules, limits=held)
+    return build_scheduler(replace(config.policy, rules=rules), planner), planner
+
+
 class SchedulerService:
     """Admission, tickets and replica state. All methods run on one event loop.
 
@@ -199,12 +214,7 @@ class SchedulerService:
 
         config: `for_model`. A queue over the new bound stays, and takes no more until it is below.
         """
-        assert config.demand is not None
-        planner = BudgetPlanner(config.planner, DemandCurves(config.demand))
-        limits = config.policy.rules.limits
-        held = replace(limits, max_waiting=max(limits.max_waiting, len(self._waiters)))
-        rules = replace(config.policy.rules, limits=held)
-        scheduler = build_scheduler(replace(config.policy, rules=rules), planner)
+        scheduler, planner = build_planning(config, num_waiting=len(self._waiters))
         for waiter in self._waiters.values():
             scheduler.submit(waiter.profile, now_ms=waiter.since_ms)
         self._scheduler, self._planner, self._config = scheduler, planner, config

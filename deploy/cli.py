@@ -12,14 +12,13 @@ import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from benchmarks.profiling import command as profile
 from deploy import cache_commands, client, deploy_command, explain, key_commands, simulate
 from deploy.client import KEY_VARIABLE
 from deploy.console import fail, say
 from deploy.models import ModelUnavailableError
-from deploy.settings import SettingsError, load_settings
+from deploy.settings import SettingsError, load_settings, overrides_of
 from deploy.testbed import command as testbed
 
 _EPILOG = """\
@@ -148,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    settings = load_settings(config_file=args.config, overrides=_overrides(args))
+    settings = load_settings(config_file=args.config, overrides=overrides_of(args))
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("ray").setLevel(logging.WARNING)
     from deploy.server import ServerError, running_server
@@ -192,21 +191,6 @@ class _Stopping:
 
     def wait(self) -> None:
         self._event.wait()
-
-
-def _overrides(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What the command line says, in the settings' shape."""
-    given: dict[str, dict[str, Any]] = {}
-    for section, key, value in (
-        ("model", "name_or_dir", args.model),
-        ("engine", "tensor_parallel_size", args.tp),
-        ("replicas", "num", args.replicas),
-        ("http", "host", args.host),
-        ("http", "port", args.port),
-    ):
-        if value is not None:
-            given.setdefault(section, {})[key] = value
-    return given
 
 
 def _ready_text(url: str, model: str, *, needs_key: bool) -> str:

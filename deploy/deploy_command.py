@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from deploy.console import fail, say
-from deploy.settings import Settings, SettingsError, load_settings
+from deploy.settings import Settings, SettingsError, load_settings, overrides_of
 
 if TYPE_CHECKING:
     from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
@@ -152,15 +152,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     route = args.route_prefix
     if not route.startswith("/") or (route != "/" and route.endswith("/")) or "{" in route:
         raise SettingsError(f"--route-prefix: must start with / and not end with it, got {route!r}")
-    overrides: dict[str, dict[str, Any]] = {}
-    for section, key, value in (
-        ("model", "name_or_dir", args.model),
-        ("engine", "tensor_parallel_size", args.tp),
-        ("replicas", "num", args.replicas),
-    ):
-        if value is not None:
-            overrides.setdefault(section, {})[key] = value
-    settings = load_settings(config_file=args.config, overrides=overrides)
+    settings = load_settings(config_file=args.config, overrides=overrides_of(args))
     from deploy.app import engine_config, policy_config
 
     engine_config(settings)

@@ -4,6 +4,7 @@ This module alone reads the environment and the file. Unknown keys and impossibl
 refused with the key's name.
 """
 
+import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -380,6 +381,21 @@ def load_settings(
     return Settings.model_construct(
         **{name: getattr(loaded, name) for name in Settings.model_fields}
     )
+
+
+def overrides_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What a command's options say, in the settings' shape; it need not have all of them."""
+    given: dict[str, dict[str, Any]] = {}
+    for option, section, key in (
+        ("model", "model", "name_or_dir"),
+        ("tp", "engine", "tensor_parallel_size"),
+        ("replicas", "replicas", "num"),
+        ("host", "http", "host"),
+        ("port", "http", "port"),
+    ):
+        if (value := getattr(args, option, None)) is not None:
+            given.setdefault(section, {})[key] = value
+    return given
 
 
 def _check_file(config_file: Path) -> None:

@@ -260,11 +260,8 @@ class HostTier:
         return self._entry_infos("ORDER BY last_used DESC, entry_id DESC LIMIT ?", (most,))
 
     def hold(self, key: bytes) -> Lease | None:
-        with self._db.transaction() as tx:
-            row = entry_table.find_by_key(tx, key)
-            if row is None or row.state != RESIDENT:
-                return None
-            return self._lease(tx, key, row)
+        found = self.hold_with_tokens(key)
+        return None if found is None else found[0]
 
     def hold_with_tokens(self, key: bytes) -> tuple[Lease, list[int]] | None:
         """As `hold`, and the entry's token ids."""

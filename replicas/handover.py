@@ -12,6 +12,7 @@ from pathlib import Path
 from kv_tier.arena_dir import ArenaDir
 from kv_tier.errors import KvTierError
 from kv_tier.host_tier import HostTier
+from kv_tier.owners import open_private
 from kv_tier.redis import ChunkWrite, RemoteTier
 from kv_tier.store import EntryInfo
 
@@ -77,7 +78,7 @@ def _offer(host: HostTier, remote: RemoteTier, entry: EntryInfo) -> bool:
 @contextmanager
 def _alone(path: Path, end_s: float) -> Iterator[bool]:
     """Hold the node's lock on handing over. False where it was not free in time."""
-    with path.open("wb") as file:
+    with open_private(path) as file:
         is_locked = False
         while not is_locked:
             try:
