@@ -1,17 +1,15 @@
 """CacheSmith's Serve application on the test cluster: settings, deployment, readiness."""
 
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
-from pydantic import ValidationError
 
-from deploy.app import APP_NAME, AppArgs
-from deploy.settings import readable_errors
+from deploy import serve_config
+from deploy.app import APP_NAME
+from deploy.settings import Settings, SettingsError, load_settings
 from deploy.testbed.client import HTTP_PORT
 from deploy.testbed.errors import TestbedError
 from deploy.testbed.prompts import Prompt
@@ -19,42 +17,35 @@ from deploy.testbed.ray_cluster import RayCluster
 
 DEFAULT_SETTINGS = Path(__file__).with_name("settings.yaml")
 MODEL_NAME = "tiny"
-IMPORT_PATHS = {"vllm": "deploy.app:build", "emulated": "deploy.testbed.app:build"}
+IMPORT_PATHS = {"vllm": serve_config.IMPORT_PATH, "emulated": "deploy.testbed.app:build"}
 _POLL_S = 0.5
 
 
-def application_args(file: Path | None, *, model_dir: Path, redis_url: str) -> dict[str, Any]:
-    """The application's `args:`: the testbed's, the file's over them. Raises TestbedError."""
-    args = _merged(_read(DEFAULT_SETTINGS), _read(file) if file is not None else {})
+def application_settings(file: Path | None, *, model_dir: Path, redis_url: str) -> Settings:
+    """The testbed's, the file's over them, and what the run brings. Raises TestbedError."""
     run = {
         "model": {"name_or_dir": str(model_dir), "served_name": MODEL_NAME},
         "kv_tier": {"redis": {"url": redis_url}},
+        "http": {"host": "0.0.0.0", "port": HTTP_PORT},  # within the hosts' own network
     }
-    args = _merged(args, run)
+    files = [DEFAULT_SETTINGS] if file is None else [DEFAULT_SETTINGS, file]
     try:
-        AppArgs(**args)
-    except ValidationError as exc:
-        raise TestbedError(f"the settings can not be used:\n{readable_errors(exc)}") from None
-    return args
+        return load_settings(config_file=files, overrides=run)
+    except SettingsError as exc:
+        raise TestbedError(f"the settings can not be used:\n{exc}") from None
 
 
-def deploy(cluster: RayCluster, args: Mapping[str, Any], *, engine: str) -> None:
-    """Hand the application to Serve; `wait_ready` for its end. Raises TestbedError."""
-    config = {
-        "proxy_location": "EveryNode",
-        "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},  # within the hosts' own network
-        "applications": [
-            {
-                "name": APP_NAME,
-                "route_prefix": "/",
-                "import_path": IMPORT_PATHS[engine],
-                "args": dict(args),
-            }
-        ],
-    }
+def deploy(cluster: RayCluster, settings: Settings, *, engine: str) -> None:
+    """Hand the application to Serve, as `cachesmith deploy` does; `wait_ready` for its end.
+
+    Raises TestbedError.
+    """
+    app = serve_config.application(
+        settings, name=APP_NAME, route_prefix="/", import_path=IMPORT_PATHS[engine]
+    )
     response = httpx.put(
         f"{cluster.dashboard}/api/serve/applications/",
-        json=config,
+        json=serve_config.with_application({}, app, settings),
         headers=cluster.headers,
         timeout=120.0,
     )
@@ -97,25 +88,3 @@ def store_documents(cluster: RayCluster, prompts: tuple[Prompt, ...]) -> None:
         json={"documents": texts},
         timeout=120.0,
     ).raise_for_status()
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(file.read_text())
-    except OSError as exc:
-        raise TestbedError(f"can not read {file}: {exc.strerror}") from None
-    except yaml.YAMLError as exc:
-        raise TestbedError(f"{file} is not valid YAML: {exc}") from None
-    if content is not None and not isinstance(content, dict):
-        raise TestbedError(f"{file} must hold sections such as engine: and replicas:")
-    return content or {}
-
-
-def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, sections within each other too; `over` wins."""
-    result = dict(under)
-    for key, value in over.items():
-        below = result.get(key)
-        both = isinstance(below, dict) and isinstance(value, dict)
-        result[key] = _merged(below, value) if both else value
-    return result

@@ -189,7 +189,7 @@ class RayCluster:
             response = httpx.get(
                 f"{self.dashboard}/nodes", params={"view": "summary"}, headers=self.headers
             )
-            return alive_addresses(response.json())
+            return sorted(alive_in(response.json()).values())
         return []
 
     def kill_head(self) -> None:
@@ -271,13 +271,14 @@ def start_cluster(
     return cluster
 
 
-def alive_addresses(answer: Mapping[str, Any]) -> list[str]:
-    """Addresses in the dashboard's `/nodes?view=summary` of those that are alive."""
-    return sorted(
-        node["raylet"]["nodeManagerAddress"]
-        for node in answer["data"]["summary"]
-        if node["raylet"].get("state") == "ALIVE"
-    )
+def alive_in(answer: Mapping[str, Any]) -> dict[str, str]:
+    """Id → address of the living nodes, of the dashboard's `/nodes?view=summary`."""
+    raylets = [node["raylet"] for node in answer["data"]["summary"]]
+    return {
+        raylet["nodeId"]: raylet["nodeManagerAddress"]
+        for raylet in raylets
+        if raylet.get("state") == "ALIVE"
+    }
 
 
 def is_ray(process: Process) -> bool:

@@ -132,13 +132,13 @@ def _on_hosts(
     """What was seen, what was to be there, and what `ray down` left."""
     gcs_redis = HostRedis(hosts[0], _GCS_REDIS_PORT, folder)
     kv_redis = HostRedis(hosts[0], _KV_REDIS_PORT, folder)
-    args = application.application_args(
+    settings = application.application_settings(
         options.settings, model_dir=model_dir, redis_url=kv_redis.url
     )
     whole = Whole(
         num_nodes=options.num_hosts,
-        num_replicas=args["replicas"]["num"],
-        num_ingresses=args["http"]["ingress_replicas"],
+        num_replicas=settings.replicas.num,
+        num_ingresses=settings.http.ingress_replicas,
         max_waiting=options.rate,  # a second's worth
     )
     prompts = make_prompts(_NUM_PROMPTS)
@@ -147,7 +147,7 @@ def _on_hosts(
     with steps("ray up"):
         cluster = start_cluster(hosts, folder, name=name, gcs_redis=gcs_redis)
     with steps("deploy"):
-        application.deploy(cluster, args, engine=options.engine)
+        application.deploy(cluster, settings, engine=options.engine)
         application.wait_ready(
             cluster, num_replicas=whole.num_replicas, timeout_s=options.ready_timeout_s
         )

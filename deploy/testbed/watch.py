@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.app import APP_NAME
 from deploy.testbed.client import HTTP_PORT
-from deploy.testbed.ray_cluster import RayCluster, alive_addresses
+from deploy.testbed.ray_cluster import RayCluster, alive_in
 
 PERIOD_S = 0.5
 _TIMEOUT_S = 5.0
@@ -124,12 +124,7 @@ async def _json(
 def _nodes(answer: Any) -> frozenset[str] | None:
     if not answer or not answer.get("data"):
         return None
-    alive = set(alive_addresses(answer))
-    return frozenset(
-        node["raylet"]["nodeId"]
-        for node in answer["data"]["summary"]
-        if node["raylet"].get("state") == "ALIVE" and node["raylet"]["nodeManagerAddress"] in alive
-    )
+    return frozenset(alive_in(answer))
 
 
 def _running(serve: Any, deployment: str) -> frozenset[str] | None:

@@ -11,7 +11,7 @@ import pytest
 from deploy.testbed.processes import Process
 from deploy.testbed.ray_cluster import (
     ClusterPlan,
-    alive_addresses,
+    alive_in,
     head_command,
     is_ray,
     launcher_config,
@@ -71,11 +71,12 @@ def test_commands_are_valid_shell(config: dict[str, Any]):
 
 def test_only_alive_nodes_count():
     def node(address: str, state: str) -> dict[str, Any]:
-        return {"raylet": {"nodeManagerAddress": address, "state": state}}
+        names = {"nodeId": f"{state} {address}", "nodeManagerAddress": address}
+        return {"raylet": {**names, "state": state}}
 
     summary = [node("10.0.0.12", "DEAD"), node("10.0.0.12", "ALIVE"), node("10.0.0.11", "ALIVE")]
     answer = {"data": {"summary": [*summary, {"raylet": {}}]}}
-    assert alive_addresses(answer) == ["10.0.0.11", "10.0.0.12"]
+    assert sorted(alive_in(answer).values()) == ["10.0.0.11", "10.0.0.12"]
 
 
 @pytest.mark.parametrize(
