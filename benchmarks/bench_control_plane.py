@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     prepare_environment()  # before anything imports Ray
     from benchmarks.control_plane.path_rows import path_rows
     from benchmarks.control_plane.scheduler_rows import idle_rows, scheduler_rows, schedulers_rows
-    from benchmarks.control_plane.serving import own_ray
     from benchmarks.control_plane.step_rows import step_rows
+    from benchmarks.own_serve import own_ray
 
     rows_of = {
         "steps": step_rows,

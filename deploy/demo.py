@@ -6,7 +6,6 @@ objective. The model is small and weak: the demo shows the path and the time, no
 """
 
 import json
-import socket
 import statistics
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
+from deploy.local_ray import free_port
 from deploy.server import ServerError, running_server
 from deploy.settings import Settings, load_settings
 
@@ -76,7 +76,7 @@ def _settings(tier: Path) -> Settings:
     """The defaults, on a free port and with a chunk store of its own."""
     return load_settings(
         overrides={
-            "http": {"port": _free_port()},
+            "http": {"port": free_port()},
             "kv_tier": {"host": {"directory": str(tier), "capacity_bytes": "512MiB"}},
         }
     )
@@ -188,12 +188,6 @@ def _print_table(rows: Sequence[Row]) -> None:
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _shared_memory() -> str | None:

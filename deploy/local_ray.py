@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -38,3 +39,10 @@ def private_folder(parent: Path | None = None) -> Path:
         raise PermissionError(f"{folder} is not this user's folder: remove it or set RAY_TMPDIR")
     folder.chmod(0o700)
     return folder
+
+
+def free_port() -> int:
+    """One of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,31 +64,15 @@ def served_cluster(
     stretch: real seconds in a second of the load
     """
     prepare_environment()
-    import ray
-    from ray import serve
+    from benchmarks.own_serve import own_ray, own_serve
 
-    port = _free_port()
     env = {
         "PYTHONPATH": str(REPO),
         "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": METRICS_PUSH_S,
         "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": METRICS_PUSH_S,
     }
-    ray.init(
-        address="local",
-        num_cpus=burst.max_replicas + 4,
-        include_dashboard=False,
-        object_store_memory=100 * 1024 * 1024,
-        _node_ip_address="127.0.0.1",
-        log_to_driver=False,
-        runtime_env={"env_vars": env},
-    )
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-        run = _Run(burst, stretch=stretch, seed=seed, url=f"http://127.0.0.1:{port}")
-        yield run
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with own_ray(num_cpus=burst.max_replicas + 4, env=env), own_serve() as url:
+        yield _Run(burst, stretch=stretch, seed=seed, url=url)
 
 
 class _Run:
@@ -103,12 +86,13 @@ class _Run:
     def __call__(self, way: Way) -> Outcome:
         from ray import serve
 
+        from benchmarks.own_serve import wait_until_ready
         from cluster import scheduler_actor
 
         prepared = prepare(scenario_of(self._burst, way), seed=self._seed)
         serve.run(self._application(prepared, way), name=APP, route_prefix="/")
         try:
-            _wait_until_ready(self._url, way.num)
+            wait_until_ready(self._url, way.num, timeout_s=PATIENCE_S)
             with ReplicaSeconds() as paid:
                 answers = asyncio.run(self._load(prepared))
         finally:
@@ -313,23 +297,3 @@ def _texts(seed: int) -> _Texts:
     documents = prompts.document_chunks([Document(text=text) for text in chunks])
     ids = [content_id(pieces[0], cache_salt="") for pieces in documents]
     return _Texts(chunks, tuple(ids), " ".join(rng.choices(words, k=SUFFIX_TOKENS)))
-
-
-def _wait_until_ready(url: str, num: int) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end_s:
-        try:
-            response = httpx.get(f"{url}/health", timeout=10.0)
-            if response.status_code == 200 and len(response.json()["replicas"]) >= num:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
-    raise TimeoutError(f"not {num} replicas within {PATIENCE_S:.0f} s")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,6 +1,5 @@
 """A real Ray and Serve on loopback around the fake engine, and what tests ask of it."""
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from cluster.config import (
     scheduler_address,
 )
 from cluster.deployments import cluster_app
+from deploy.local_ray import free_port
 from planner import CacheSmithConfig, PolicyConfig, QueueLimits
 from tests.fakes.byte_tokenizer import write_model_dir
 from tests.fakes.fake_engine import FakeEngineConfig
@@ -123,12 +123,6 @@ def wait_until(condition: Callable[[], object], *, timeout_s: float, what: str) 
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what}")
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def fake_app(

@@ -1,17 +1,15 @@
 """What the ingress asks Redis before it admits a request."""
 
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from cluster.shared_chunks import SharedChunks
 from planner import EngineInfo
 from tests.kv_tier.redis.cases import LAYOUT, SPACE, Arena, config, open_tier, query, write
-from tests.kv_tier.redis.servers import RedisServer
+from tests.kv_tier.redis.servers import RedisServer, running_redis
 
 INFO = EngineInfo(
     model="m",
@@ -34,10 +32,7 @@ def chunks(*numbers: int) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
-    with (
-        tempfile.TemporaryDirectory(prefix="cs-redis-") as name,
-        RedisServer(Path(name)) as started,
-    ):
+    with running_redis() as started:
         yield started
 
 

@@ -1,13 +1,10 @@
 """What `cachesmith serve` says of Redis before it starts."""
 
-import tempfile
-from pathlib import Path
-
 import pytest
 
 from deploy.server import _tell_redis
 from deploy.settings import Settings, load_settings
-from tests.kv_tier.redis.servers import RedisServer, free_port
+from tests.kv_tier.redis.servers import free_port, running_redis
 
 
 def settings_with(url: str) -> Settings:
@@ -32,7 +29,7 @@ def test_a_redis_that_is_absent_is_said_and_nothing_more() -> None:
 
 @pytest.mark.redis
 def test_a_redis_that_answers_or_refuses_is_said() -> None:
-    with tempfile.TemporaryDirectory(prefix="cs-redis-") as name, RedisServer(Path(name)) as server:
+    with running_redis() as server:
         assert said_of(settings_with(server.url)) == ["Redis answers: chunks are shared through it"]
         (line,) = said_of(settings_with(server.url.replace("redis://", "redis://me:secret@")))
         assert "serving without it" in line and "secret" not in line

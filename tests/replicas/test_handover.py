@@ -1,7 +1,6 @@
 """A replica that leaves hands its node's chunks to Redis: hottest first, while it may."""
 
 import fcntl
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from tests.kv_tier.arena_cases import (
 )
 from tests.kv_tier.redis import cases
 from tests.kv_tier.redis.cases import LONG_MS, counted
-from tests.kv_tier.redis.servers import RedisServer, eventually
+from tests.kv_tier.redis.servers import RedisServer, eventually, running_redis
 
 pytestmark = pytest.mark.redis
 
@@ -35,11 +34,7 @@ NUM_CHUNKS = 6
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
-    """In a folder with a short name, as the path of a Unix socket must be."""
-    with (
-        tempfile.TemporaryDirectory(prefix="cs-redis-") as name,
-        RedisServer(Path(name)) as started,
-    ):
+    with running_redis() as started:
         yield started
 
 

@@ -5,8 +5,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -126,3 +128,10 @@ class RedisServer:
                 return bool(sock.recv(64))  # an error is an answer too
             except OSError:
                 return False
+
+
+@contextmanager
+def running_redis() -> Iterator[RedisServer]:
+    """In a folder with a short name, as the path of a Unix socket must be."""
+    with tempfile.TemporaryDirectory(prefix="cs-redis-") as name, RedisServer(Path(name)) as server:
+        yield server
