@@ -17,8 +17,8 @@ demo: ## serve a small model on this machine and ask it about the sample documen
 	@scripts/install.sh
 	@$(PYTHON_ENV) -m deploy.demo
 
-# One run a kind, so that engines and Ray clusters do not pile up: a Ray cluster keeps both cores
-# busy by itself. All run, even if one fails.
+# One run a kind, so that engines and Ray clusters do not pile up. Tests with a Ray cluster, or with
+# deadlines on Redis, have the machine to themselves. All run, even if one fails.
 # pytest's status 5 says that there is no such test.
 test: ## run all tests that need no GPU
 	@scripts/install.sh --dev
@@ -29,8 +29,8 @@ test: ## run all tests that need no GPU
 		if [ $$status -ne 0 ] && [ $$status -ne 5 ]; then failed="$$failed $$kind"; fi; \
 	}; \
 	run unit $(PYTEST_TWICE) -m "not vllm and not ray and not redis and not gpu and not cluster"; \
-	run redis $(PYTEST) -m "redis and not vllm and not ray and not gpu and not cluster"; \
-	run vllm $(PYTEST_TWICE) -m "vllm and not ray and not gpu and not cluster"; \
+	run redis $(PYTEST) -m "redis and not ray and not gpu and not cluster"; \
+	run vllm $(PYTEST_TWICE) -m "vllm and not redis and not ray and not gpu and not cluster"; \
 	run ray $(PYTEST) -m "ray and not gpu and not cluster"; \
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi; \
 	printf '\nall tests passed\n'
